@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from millstream.core.console import format_bytes, say
 from millstream.core.files import publish
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.features import COMPLEMENT, UPPER
+from millstream.reads.labels import SPECIES, FileClasses, species_of, taxon_of
 from millstream.reads.mapping import load_mapping
 from millstream.reads.open import open_reads
 from millstream.reads.reads import Reads
@@ -18,8 +20,6 @@ from millstream.reads.tokenizers.kmers import Bases, Numbers
 
 PIECE = 16 << 20  # bases read at a time
 READING = 256 << 20  # memory budget of one genome while it is read
-SPECIES = "species"
-BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def load_genomes(
         names = [str(name) for name in reads.fetch(numbers, ["name"]).columns["name"]]
         ascii_names = [re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII) for name in names]
         starts = first + np.cumsum(lengths) - lengths
-        genomes.append(Genome(path, 0, _taxon(path, names), ascii_names, starts, lengths))
+        genomes.append(Genome(path, 0, taxon_of(path, names[0] if names else ""), ascii_names, starts, lengths))
     class_ids = _class_ids(genomes, mapping)
     return bases, [replace(g, class_id=own) for g, own in zip(genomes, class_ids, strict=True)]
 
@@ -83,31 +83,18 @@ def _pieces(reads: Reads, lengths: Numbers) -> Iterator[Bases]:
         yield reads.regions(numbers[some], starts[some], ends[some]).flat
 
 
-def _taxon(path: Path, names: Sequence[str]) -> int:
-    match = re.match(r"(\d+)[_.]", path.name) or re.search(r"kraken:taxid\|(\d+)", names[0] if names else "")
-    return int(match[1]) if match else 0
-
-
-def _species(path: Path) -> str:
-    """The species in the name of a file, as in `562_Escherichia_coli_K12.fna`; otherwise the whole name."""
-    stem = re.sub(r"^\d+[_.]", "", path.name.split(".")[0])
-    return " ".join(stem.split("_")[:2]) if BINOMIAL.match(stem) else stem or path.name
-
-
 def _class_ids(genomes: Sequence[Genome], mapping: Path | None) -> list[int]:
     """The class of each genome: from the mapping, or one per taxon, which are written to it if it does not exist."""
     if mapping is not None and mapping.exists():
-        known = load_mapping(mapping)
-        if "tax_id" not in known.labels:
-            raise BadSource(f"{mapping}: has no column tax_id to look up the genomes by")
-        ids = known.ids.tolist()
-        of_taxon = dict(zip(known.column("tax_id").to_pylist(), ids, strict=True))
-        of_species = dict(zip(known.column(SPECIES).to_pylist(), ids, strict=True)) if SPECIES in known.labels else {}
-        found = [of_taxon.get(g.tax_id) if g.tax_id else of_species.get(_species(g.path)) for g in genomes]
+        known = FileClasses(load_mapping(mapping))
+        if known.mapping.tax_id is None and not known.mapping.files:
+            raise BadSource(f"{mapping}: has no column tax_id, and no column file, to look up the genomes by")
+        found = [known.find(g.path, partial(int, g.tax_id)) for g in genomes]
         unknown = [genome.path.name for genome, own in zip(genomes, found, strict=True) if own is None]
         if unknown:
             raise BadSource(
-                f"{unknown[0]}: its taxon is not in {mapping}. Add it, or start the file name with its taxon: 562_..."
+                f"{unknown[0]}: its taxon is not in {mapping}. Add it, or its name in a column file, or start the file "
+                "name with its taxon: 562_..."
             )
         return [own for own in found if own is not None]
     keys = [genome.tax_id or -1 - place for place, genome in enumerate(genomes)]  # without a taxon, one class each
@@ -121,7 +108,7 @@ def _write_mapping(out: Path, genomes: dict[int, Genome]) -> None:
     """`class_id tax_id species genus`, from the names of the files."""
     lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
     for class_id, genome in genomes.items():
-        name = _species(genome.path)
+        name = species_of(genome.path)
         genus = name.split()[0] if " " in name else ""
         lines.append(f"{class_id}\t{genome.tax_id}\t{name}\t{genus}")
     publish(out, ("\n".join(lines) + "\n").encode())

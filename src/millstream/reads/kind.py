@@ -129,7 +129,10 @@ class ReadSettings(LoopSettings):
     """The same files, mapping and augmentation for all classifiers of a run."""
 
     data: ReadData = field(default_factory=ReadData)
-    mapping: Annotated[str, "TSV, CSV or Parquet with class_id, and names, tax_id, ranks (genus, ...) or lineage"] = ""
+    mapping: Annotated[
+        str,
+        "TSV, CSV or Parquet with class_id or tax_id, names, ranks (genus, ...) or lineage, and file if it has a class",
+    ] = ""
     taxonomy: Annotated[
         str | None, "folder with nodes.dmp, names.dmp and merged.dmp of NCBI, for the ranks above tax_id"
     ] = None

@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,10 +18,10 @@ from millstream.core.tables import read_parquet
 from millstream.errors import BadSource
 from millstream.reads.taxonomy import LINEAGES, RANKS, Lineage, Taxon, lineages_of, load_lineages
 
-KEY = "class_id"
+KEY, FILE = "class_id", "file"
+TAX_ID = ("tax_id", "taxid", "taxon_id")  # columns of tax ids
 _NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
 _NULLS = ("", "NA", "N/A", "#N/A", "null", "NULL", "NaN", "nan")  # in a column of numbers
-_TAX_ID = ("tax_id", "taxid", "taxon_id")
 
 
 class DataFrame(Protocol):
@@ -39,6 +39,7 @@ class LabelMapping:
     key: str
     table: pa.Table
     source: str  # its name in error messages
+    files: Mapping[str, int] = field(default_factory=dict[str, int])  # class ids by file name, from the column `file`
 
     @property
     def labels(self) -> list[str]:
@@ -48,6 +49,11 @@ class LabelMapping:
     @property
     def num_classes(self) -> int:
         return self.table.num_rows
+
+    @property
+    def tax_id(self) -> str | None:
+        """The name of the column with tax ids."""
+        return next((name for name in TAX_ID if name in self.table.column_names), None)
 
     def column(self, name: str) -> pa.Array:
         """One of the labels, in order of class id. Every batch takes from it, so it is made once."""
@@ -63,6 +69,18 @@ class LabelMapping:
     def ids(self) -> NDArray[np.int64]:
         """The class ids, ascending."""
         return np.asarray(self.table.column(self.key).to_numpy(), np.int64)
+
+    @cached_property
+    def taxa(self) -> dict[int, int]:
+        """Tax ids -> class ids; BadSource if two classes have the same."""
+        classes: dict[int, int] = {}
+        for class_id, tax_id in zip(self.ids.tolist(), _tax_ids(self), strict=True):
+            if tax_id and classes.setdefault(tax_id, class_id) != class_id:
+                raise BadSource(
+                    f"{self.source}: tax id {tax_id} is that of {self.key} {classes[tax_id]} and of {class_id}. Reads "
+                    "cannot be looked up by their tax id unless each is that of one class"
+                )
+        return classes
 
     def rows(self, values: ArrayLike) -> NDArray[np.int64]:
         """The row, 0 to num_classes - 1, of each class id; BadSource if one is not in the mapping."""
@@ -100,7 +118,9 @@ MappingSource = str | Path | DataFrame | pa.Table | Mapping[str, Sequence[object
 def load_mapping(source: MappingSource) -> LabelMapping:
     """The mapping in a TSV, CSV or Parquet file, a data frame, an Arrow table, `{id: label}` or `{column: values}`.
 
-    Class ids are in the column `class_id`, else in the first whose name ends in "id", else in the first.
+    Class ids are in the column `class_id`, else in the first whose name ends in "id", else in the first. A column
+    `file` has the names of files with reads of one class each, one per row; without ids, rows that differ in another
+    column are classes.
 
     load_mapping({562: "Escherichia coli", 9606: "Homo sapiens"}).rows([9606])  # array([1])
     """
@@ -118,8 +138,16 @@ def load_mapping(source: MappingSource) -> LabelMapping:
         raise BadSource(f"the mapping: expected {kinds}, found a {type(source).__name__}")
     if not table.num_rows or not table.column_names:
         raise BadSource(f"{name}: expected a class id and its labels in each row, found no rows")
+    is_by_file = FILE in table.column_names
+    if is_by_file and len(table.column_names) > 1 and not any(map(_is_id, table.column_names)):
+        table = _numbered(table)
     key = _find_key(table, name=name)
-    return LabelMapping(key, _sorted(_with_integer_key(table, key, name=name), key, name=name), name)
+    table = _with_integer_key(table, key, name=name)
+    files: dict[str, int] = {}
+    if is_by_file:
+        files = _classes_of_files(table, key, name=name)
+        table = table.select([column for column in table.column_names if column != FILE])
+    return LabelMapping(key, _sorted(table, key, name=name), name, files)
 
 
 def _load_table(path: Path) -> pa.Table:
@@ -190,8 +218,12 @@ def _find_key(table: pa.Table, *, name: str) -> str:
     twice = sorted({column for column in names if names.count(column) > 1})
     if twice:
         raise BadSource(f"{name}: expected columns of different names, found {first_few(twice)} more than once")
-    ending = [column for column in names if column.lower().endswith("id")]
+    ending = [column for column in names if _is_id(column)]
     return KEY if KEY in names else ending[0] if ending else names[0]
+
+
+def _is_id(column: str) -> bool:
+    return column.lower().endswith("id")
 
 
 def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
@@ -208,6 +240,24 @@ def _with_integer_key(table: pa.Table, key: str, *, name: str) -> pa.Table:
         return table.set_column(table.column_names.index(key), key, column.cast(pa.int64()))
     except pa.ArrowInvalid as error:
         raise BadSource(f"{name}: class ids in {key!r} do not fit into int64: {error}") from None
+
+
+def _classes_of_files(table: pa.Table, key: str, *, name: str) -> dict[str, int]:
+    classes: dict[str, int] = {}
+    for file, class_id in zip(table.column(FILE).to_pylist(), table.column(key).to_pylist(), strict=True):
+        if file not in (None, "") and classes.setdefault(str(file), class_id) != class_id:
+            raise BadSource(
+                f"{name}: {file} is in two classes, {classes[str(file)]} and {class_id}. Keep one row of it"
+            )
+    return classes
+
+
+def _numbered(table: pa.Table) -> pa.Table:
+    """With a class id for each distinct row, apart from its file."""
+    columns: dict[str, list[Any]] = {name: table.column(name).to_pylist() for name in table.column_names}
+    rows = list(zip(*(values for name, values in columns.items() if name != FILE), strict=True))
+    numbers: dict[tuple[Any, ...], int] = {row: number for number, row in enumerate(dict.fromkeys(rows))}
+    return _from_columns({KEY: [numbers[row] for row in rows], **columns}, "the mapping")
 
 
 def _sorted(table: pa.Table, key: str, *, name: str) -> pa.Table:
@@ -314,7 +364,7 @@ def _rank(name: str, lineages: Sequence[Lineage]) -> Rank | None:
 
 
 def _tax_ids(mapping: LabelMapping) -> list[int]:
-    name = next((name for name in _TAX_ID if name in mapping.table.column_names), None)
+    name = mapping.tax_id
     if name is None:
         return [0] * mapping.num_classes
     column = mapping.table.column(name)

@@ -29,6 +29,7 @@ from millstream.reads.files.columns import outdated_column
 from millstream.reads.files.index import SUFFIX, IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
+from millstream.reads.labels import put_classes
 from millstream.reads.mapping import MappingSource, load_mapping
 from millstream.reads.pack import PackFile, is_named_pack, is_pack
 from millstream.reads.reads import Part, Reads, Unknown
@@ -137,6 +138,8 @@ def open_reads(
         parts.append(found if isinstance(found, PackFile) else ReadFile(path, found, memory=budget))
     arguments = {"settings": settings, "mapping": mapping, "unknown": unknown, "memory": memory, "index_dir": folder}
     labels = load_mapping(mapping) if mapping is not None else None
+    if labels is not None:
+        put_classes(parts, labels, must_be_known=unknown == "error")
     return Reads(
         parts, reopen=Reopen(tuple(str(part.path) for part in parts), arguments), mapping=labels, unknown=unknown
     )

@@ -245,7 +245,9 @@ class Reads(Collection):
     @property
     def fingerprint(self) -> str:
         mapping = {n: self._mapping.column(n).to_pylist() for n in self._mapping.labels} if self._mapping else None
-        return config_hash({"files": [part.identity for part in self._parts], "mapping": mapping})
+        beside = [part.columns.identity for part in self._parts]
+        more = {"beside": beside} if any(one is not None for one in beside) else {}
+        return config_hash({"files": [part.identity for part in self._parts], "mapping": mapping, **more})
 
     def within(self, memory: int) -> Self:
         """The same reads, reopened with another memory budget."""

@@ -102,9 +102,9 @@ def simulate(
     """Write labelled reads of genomes; read pairs into one file, or into two, one per mate.
 
     Each file is one genome. Its taxon is the number at the start of its name, or that of `kraken:taxid|N` in its first
-    header. Class ids are looked up in `mapping` by `tax_id`; if the file does not exist it is written, with one class
-    per taxon. Genomes are held in memory, one byte per base, and must not take more than `memory`. The path `-` is
-    stdout. Files that the same call has written are not written again.
+    header. Class ids are looked up in `mapping` by its column `file`, or by `tax_id`; if the mapping does not exist it
+    is written, with one class per taxon. Genomes are held in memory, one byte per base, and must not take more than
+    `memory`. The path `-` is stdout. Files that the same call has written are not written again.
 
     >>> simulate([Path("562_E_coli.fna.gz")], [Path("reads.fa.gz")], settings=SimulateSettings(reads=1000))
     """

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Marked, Subset, subset
 from millstream.core.config import config_hash, first_few, parse_bytes, read_settings
-from millstream.core.console import say
+from millstream.core.console import plural, say
 from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
 from millstream.core.remote import to_path
@@ -19,7 +19,8 @@ from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import CLASSIFIERS, COUNTED, ClassifierSpec
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
-from millstream.reads.kind import ReadSettings
+from millstream.reads.kind import HEADERS, ReadSettings
+from millstream.reads.labels import are_by_file
 from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
 from millstream.reads.reads import Reads
@@ -216,9 +217,12 @@ def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = Fal
     files = [file for path in place.split(",") if path.strip() for file in expand(path.strip())]
     on_mismatch = cast("OnMismatch", settings.data.on_mismatch if strict else "null")
     wanted = IndexSettings(header_regex=settings.data.header_regex, on_mismatch=on_mismatch)
+    is_by_file = wanted.header_regex == HEADERS and are_by_file(files, load_mapping(settings.mapping), HEADERS)
+    if is_by_file:
+        say(f"{place}: each file has reads of one class ({plural(len(files), 'file')})")
     return open_reads(
         files,
-        settings=wanted,
+        settings=None if is_by_file else wanted,
         mapping=settings.mapping,
         unknown="error" if strict else "null",
         memory=memory,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -153,20 +153,43 @@ class Pending(Generic[T]):
         return values[:count]
 
 
+class Beside(Protocol):
+    """A column of integers that is not in the index or pack."""
+
+    @property
+    def distinct(self) -> Numbers | None: ...
+    @property
+    def identity(self) -> object:
+        """What changes when the values do, but neither the file nor the mapping."""
+        ...
+
+    def take(self, rows: Numbers) -> pa.Array: ...
+
+
 class HeaderColumns:
-    """The header columns of an index or a pack, by name."""
+    """The header columns of an index or a pack, by name, and those that were put beside them."""
 
     def __init__(self, sections: Sections) -> None:
         self._sections = sections
+        self._beside: dict[str, Beside] = {}
         self._columns = {stored.name: _ColumnReader(stored, sections) for stored in stored_columns(sections)}
         self._rows: dict[tuple[str, ...], tuple[Values, list[_ColumnReader]]] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._columns
+        return name in self._columns or name in self._beside
+
+    def put(self, name: str, column: Beside) -> None:
+        """Add a column, or replace it."""
+        self._beside[name] = column
 
     @property
     def names(self) -> list[str]:
-        return list(self._columns)
+        return list(dict.fromkeys([*self._columns, *self._beside]))
+
+    @property
+    def identity(self) -> object:
+        """What changes when the columns that were put here do; None without them."""
+        return {name: column.identity for name, column in self._beside.items()} or None
 
     def kept(self, name: str) -> Kept:
         """How a column is stored."""
@@ -174,10 +197,12 @@ class HeaderColumns:
 
     def is_indexed(self, name: str) -> bool:
         """Whether a column is stored by itself, not only in the headers."""
-        return self.kept(name) != "header"
+        return name in self._beside or self.kept(name) != "header"
 
     def distinct(self, name: str) -> Numbers | None:
         """The distinct values of an integer column, if they are stored."""
+        if name in self._beside:
+            return self._beside[name].distinct
         values = self._columns[name].distinct
         return None if isinstance(values, pa.Array) else values
 
@@ -190,6 +215,8 @@ class HeaderColumns:
         headers: Callable[[Numbers], tuple[Bytes, Numbers, Numbers]],
     ) -> pa.Array:
         """The values of these rows, from their sequence `lengths` or `headers` if they are not stored by themselves."""
+        if name in self._beside:
+            return self._beside[name].take(rows)
         if self.is_indexed(name):
             return self._columns[name].take(rows, lengths)
         parsed = self._regex.parse(*headers(rows)).columns[name]
@@ -201,6 +228,14 @@ class HeaderColumns:
 
     def one(self, row: int, names: tuple[str, ...], *, lengths: Callable[[Numbers], Numbers]) -> list[object]:
         """The values of one row, of columns that are stored by themselves; without an array per column."""
+        if self._beside:
+            rows = np.array([row], np.int64)
+            return [
+                self._beside[name].take(rows)[0].as_py()
+                if name in self._beside
+                else self._columns[name].take(rows, lengths)[0].as_py()
+                for name in names
+            ]
         found = self._rows.get(names)
         if found is None:
             readers = [self._columns[name] for name in names]

@@ -233,6 +233,20 @@ def looks_like_reads(path: Path) -> bool:
     return True
 
 
+def first_header(path: Path) -> str:
+    """The first header line of a FASTA or FASTQ file, as far as it is among the first 4096 bytes."""
+    head = np.empty(4096, np.uint8)
+    with open_raw(path) as raw:
+        stream = open_stream(path, sniff(path), raw)
+        try:
+            text = head[: stream.readinto(head)]
+            mark = b">" if _sniff_format(path, text, stream) == "fasta" else b"@"
+        finally:
+            stream.close()
+    lines = (line for line in text.tobytes().splitlines() if line.startswith(mark))
+    return next(lines, b"")[1:].decode(errors="replace")
+
+
 def _exhaust(stream: Stream) -> None:
     scratch = np.empty(BUFFER_BYTES, np.uint8)
     while stream.readinto(scratch):
