@@ -17,6 +17,7 @@ from millstream.core.order import Permutation, mix_words
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import CLASSIFIERS, COUNTED, ClassifierSpec
+from millstream.reads.classifiers.hf import LIBRARIES
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import HEADERS, ReadSettings
@@ -43,7 +44,6 @@ class Classification:
     """All classifiers are trained on the same reads and scored on the same splits."""
 
     keys: Sequence[str] = ("fingerprint",)  # other reads or another mapping need another run
-    libraries: Sequence[str] = ()
 
     def __init__(self, settings: ReadSettings) -> None:
         settings.check()
@@ -54,6 +54,7 @@ class Classification:
                 raise BadSetting(f"model={name}: unknown read classifier; must be one of {', '.join(CLASSIFIERS)}")
         if not names:
             raise BadSetting(f"model={settings.model}: must be one or more of {', '.join(CLASSIFIERS)}")
+        self.libraries: Sequence[str] = LIBRARIES if "hf" in names else ()
         memory = parse_bytes(settings.memory) // 4
         self.splits = splits = open_splits(settings, memory)
         num_bases = splits.files[TRAIN].num_bases

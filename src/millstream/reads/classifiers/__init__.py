@@ -15,7 +15,7 @@ from millstream.core.config import parse_bytes
 from millstream.core.console import format_bytes, format_seconds, say
 from millstream.errors import BadSetting
 from millstream.reads.classifiers.exact import KmerExact
-from millstream.reads.classifiers.hf import Pretrained
+from millstream.reads.classifiers.hf import check_memory, pretrained
 from millstream.reads.classifiers.nets import (
     CLASS,
     PROBABILITY,
@@ -116,6 +116,8 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
     both = settings.reverse_complement
     seen = tokens(spec, max_length=settings.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)
     plain = tokens(spec, max_length=settings.max_length, dtype=np.int32)
+    if name == "hf":
+        check_memory(settings)
 
     def build(example: Mapping[str, Tensor]) -> ReadNet:
         net = untrained(example)
@@ -129,8 +131,7 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
         if name == "lstm":
             return ReadLSTM(width, num_tokens=num_tokens, num_classes=num_classes, dropout=dropout)
         if name == "hf":
-            assert settings.hf is not None
-            return Pretrained(settings.hf, num_classes=num_classes, lora=settings.lora, dropout=dropout)
+            return pretrained(settings, num_classes)
         return ReadTransformer(
             width,
             num_tokens=num_tokens,

@@ -1,4 +1,4 @@
-"""Tokenizers by name: `base`, `kmer(6)`, or a Hugging Face tokenizer.json, with our own BPE or the Rust encoder."""
+"""Tokenizers by name: `base`, `kmer(6)`, or that of a Hugging Face model, with our own BPE or the Rust encoder."""
 
 import ast
 import re
@@ -28,6 +28,7 @@ from millstream.reads.tokenizers.kmers import (
     pad_rows,
     width_of,
 )
+from millstream.reads.tokenizers.vocabulary import VOCABULARY, tokenizer_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Rust
@@ -41,11 +42,13 @@ PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<PAD>")
 def hf(path: str | Path, *, cache_dir: Path | None = None) -> "HfTokenizer":
     """The tokenizer in a tokenizer.json, in a folder that contains one, or of a model in the local Hugging Face cache.
 
+    Nucleotide Transformers have a vocab.txt instead.
+
     tokens = hf("METAGENE-1/tokenizer.json").tokenize(flat, offsets, max_length=512)
     """
     file = _find(path, cache_dir)
     try:
-        text = file.read_text(encoding="utf-8")
+        text = tokenizer_json(file) if file.name == VOCABULARY else file.read_text(encoding="utf-8")
         parse_json(text)["model"]["vocab"]
     except (ValueError, KeyError, TypeError):
         raise BadSource(
@@ -193,7 +196,7 @@ def _pad_id(file: Mapping[str, Any], vocab: Mapping[str, int]) -> int:
 
 
 def _find(path: str | Path, cache_dir: Path | None) -> Path:
-    for file in (Path(path), Path(path) / FILE):
+    for file in (Path(path), Path(path) / FILE, Path(path) / VOCABULARY):
         if file.is_file():
             return file
     if Path(path).exists():
@@ -203,10 +206,11 @@ def _find(path: str | Path, cache_dir: Path | None) -> Path:
         try:
             from huggingface_hub import try_to_load_from_cache
 
-            cached = try_to_load_from_cache(str(path), FILE, cache_dir=cache_dir)
+            found = (try_to_load_from_cache(str(path), name, cache_dir=cache_dir) for name in (FILE, VOCABULARY))
+            cached = next((file for file in found if isinstance(file, str)), None)
         except ImportError:
             pass
-    if not isinstance(cached, str):
+    if cached is None:
         raise BadSource(
             f"{path}: no such file, folder or model in the local Hugging Face cache; nothing is downloaded. "
             f"Give the folder with the model's {FILE}"
