@@ -107,6 +107,7 @@ def open(
     columns: Sequence[str] | None = None,
     on_mismatch: Literal["error", "skip", "null"] = "error",
     mapping: MappingSource | None = None,
+    labels: str | Path | None = None,
     memory: SizeInBytes | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
@@ -122,9 +123,10 @@ def open(
     Traces: `verify="never"` skips the checksums; `open_shards` is the maximum number of mapped shards.
 
     Reads: a file, a folder, a pattern or a list opens as one collection; missing indexes are built. The named
-    groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them. `memory` is
-    the budget for decoded blocks and mapped files, by default half of the available memory. `salvage` reads what
-    the checksums of a damaged file verify before the damage; `unverified` also reads text that no checksum verifies.
+    groups of `header_regex` become columns (`columns` keeps only some); `mapping` joins labels to them, or to the names
+    of files, or to those of reads in a table, `labels` (such as CAMI's reads_mapping.tsv). `memory` is the budget for
+    decoded blocks and mapped files, by default half of the available memory. `salvage` reads what the checksums of a
+    damaged file verify before the damage; `unverified` also reads text that no checksum verifies.
 
     Tables: Parquet, JSON lines (.jsonl) or CSV (.csv, .tsv); a file, a pattern or a list. `memory` is the budget for
     decoded row groups. A text file of more than 16 MB is indexed first, beside it or in `index_dir`.
@@ -150,6 +152,7 @@ def open(
         columns=columns,
         on_mismatch=on_mismatch,
         mapping=mapping,
+        labels=labels,
         memory=memory,
         index_dir=index_dir,
         salvage=salvage,

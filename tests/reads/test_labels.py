@@ -1,5 +1,6 @@
 """Labels that are not in headers: one class per file, or a tax id that the mapping has."""
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -110,3 +111,99 @@ def test_classifiers_train_on_files_of_one_class_and_are_scored_on_labelled_read
     assert study.splits.counts["train"].tolist() == [2, 2, 2, 0]
     assert np.count_nonzero(study.splits.counts["val"][:3]) == 3
     assert "each file has reads of one class (3 files)" in capsys.readouterr().err
+
+
+# -- tables of reads
+
+TRUTH = {"S0R0": 562, "S0R1": 573, "S0R2": 562, "S0R3": 77}
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> Path:
+    """Pairs of reads whose headers say nothing of their class; one pair is in no table."""
+    names = [f"{name}/{mate}" for name in [*TRUTH, "S0R9"] for mate in (1, 2)]
+    path = tmp_path / "sample.fq.gz"
+    path.write_bytes(gzip.compress("".join(f"@{name} x\nACGT\n+\nIIII\n" for name in names).encode()))
+    return path
+
+
+def mapping_of_three(tmp_path: Path) -> Path:
+    return write(tmp_path / "map.tsv", "class_id tax_id species", "2 562 e", "4 573 k", "6 77 o")
+
+
+TABLES = {
+    "mates": [
+        "#anonymous_read_id genome_id tax_id read_id",
+        *(f"{n}/{m} G{t} {t} c-1" for n, t in TRUTH.items() for m in (2, 1)),
+    ],
+    "gold": [
+        "@Version:0.9.1",
+        "@SampleID:s",
+        "",
+        "@@SEQUENCEID BINID TAXID _LENGTH",
+        *(f"{n} G{t} {t} 4" for n, t in TRUTH.items()),
+    ],
+    "plain": ["tax_id read", *(f"{t} {n}/1" for n, t in reversed(TRUTH.items()))],
+    "classes": [
+        "read class_id",
+        *(f"{n} {dict(zip((562, 573, 77), (2, 4, 6), strict=True))[t]}" for n, t in TRUTH.items()),
+    ],
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_of_reads_gives_each_mate_the_class_of_its_name(sample: Path, tmp_path: Path, table: str):
+    labels = write(tmp_path / "labels.tsv", *TABLES[table])
+    reads = ms.open(sample, mapping=mapping_of_three(tmp_path), labels=labels)
+    assert reads.column("label").to_pylist() == [0, 0, 1, 1, 0, 0, 2, 2, None, None]
+    assert reads.fetch([3, 9], ["species"]).columns["species"] == ["k", None]  # pyright: ignore
+    if table in ("mates", "gold"):
+        assert reads.column("genome_id").to_pylist()[:3] == ["G562", "G562", "G573"]
+
+
+def test_a_table_is_joined_once_and_again_when_it_changes(
+    sample: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    mapping, labels = mapping_of_three(tmp_path), write(tmp_path / "labels.tsv", *TABLES["mates"])
+    first = ms.open(sample, mapping=mapping, labels=labels)
+    assert "8 of its 10 reads are in" in capsys.readouterr().err
+    assert ms.open(sample, mapping=mapping, labels=labels).fingerprint == first.fingerprint
+    assert "reads are in" not in capsys.readouterr().err
+    write(labels, "read tax_id", "S0R0 77")
+    again = ms.open(sample, mapping=mapping, labels=labels)
+    assert again.column("label").to_pylist() == [2, 2, *[None] * 8]
+    assert again.fingerprint != first.fingerprint
+
+
+def test_a_large_table_is_joined_in_parts_whatever_its_order(tmp_path: Path):
+    count = 150_000
+    rng = np.random.default_rng(0)
+    taxa = rng.choice([562, 573, 77], count)
+    (tmp_path / "reads.fa").write_text("".join(f">r{number}\nA\n" for number in range(count)))
+    order = rng.permutation(count).tolist()
+    write(tmp_path / "labels.tsv", "read tax_id", *(f"r{number} {taxa[number]}" for number in order if number % 7))
+    reads = ms.open(tmp_path / "reads.fa", mapping=mapping_of_three(tmp_path), labels=tmp_path / "labels.tsv")
+    expected = np.where(np.arange(count) % 7 > 0, taxa, -1)
+    assert (reads.column("tax_id").fill_null(-1).to_numpy() == expected).all()
+
+
+def test_a_table_without_these_reads_or_with_two_classes_for_one_is_refused(sample: Path, tmp_path: Path):
+    mapping, labels = mapping_of_three(tmp_path), tmp_path / "labels.tsv"
+    for rows, says in (
+        (["read tax_id", "other 562"], "has none of the 10 reads of .*'S0R0/1'.*'other'"),
+        (["read tax_id", "S0R0/1 562", "S0R0/2 77"], "in two classes, one of them 562|in two classes, one of them 77"),
+        (["read species", "S0R0 e"], "expected a line of column names.*found read, species"),
+        ([""], "labels.tsv: "),
+    ):
+        with pytest.raises(BadSource, match=says):
+            ms.open(sample, mapping=mapping, labels=write(labels, *rows))
+    with pytest.raises(BadSource, match="no such file"):
+        ms.open(sample, mapping=mapping, labels=tmp_path / "none.tsv")
+
+
+def test_classifiers_train_on_reads_of_a_table(sample: Path, tmp_path: Path):
+    labels = write(tmp_path / "labels.tsv", *TABLES["mates"])
+    given = {"data": {"train": str(sample), "val": str(sample), "labels": str(labels)}}
+    study = study_of({**given, "mapping": str(mapping_of_three(tmp_path)), "model": "kmer-linear", "memory": "200MB"})
+    assert isinstance(study, Classification)
+    assert study.splits.counts["train"].tolist() == [4, 2, 2, 2]

@@ -57,6 +57,7 @@ def open(
     columns: Sequence[str] | None = None,
     on_mismatch: Literal["error", "skip", "null"] = "error",
     mapping: MappingSource | None = None,
+    labels: str | Path | None = None,
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
     salvage: bool = False,
@@ -79,7 +80,9 @@ def open(
             salvage=salvage or unverified,
             unverified=unverified,
         )
-    return open_reads(paths, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, watch=watch_index)
+    return open_reads(
+        paths, settings=settings, mapping=mapping, labels=labels, memory=memory, index_dir=index_dir, watch=watch_index
+    )
 
 
 def files_at(path: Path) -> dict[str, Path]:
@@ -106,6 +109,9 @@ class ReadData:
         str, "matches from the start of a header; named groups become columns; class_id is looked up in the mapping"
     ] = HEADERS
     on_mismatch: Annotated[str, "training reads whose header does not match: error, skip, or null (no class)"] = "error"
+    labels: Annotated[
+        str | None, "table of reads and their tax_id or class_id, as in CAMI's reads_mapping.tsv, if headers have none"
+    ] = None
     index_dir: Annotated[str | None, "folder for indexes; default: beside the files"] = None
 
 

@@ -1,4 +1,4 @@
-"""The class of a read, if its header does not have a class id: that of its file, or of its tax id."""
+"""The class of a read, if its header does not have a class id: that of its file, of its tax id, or in a table."""
 
 import re
 from collections import Counter
@@ -15,8 +15,9 @@ from millstream.core.config import first_few
 from millstream.errors import BadSource
 from millstream.reads.files import ReadFile
 from millstream.reads.files.source import first_header
-from millstream.reads.mapping import TAX_ID, LabelMapping
+from millstream.reads.mapping import KEY, TAX_ID, LabelMapping
 from millstream.reads.pack import PackFile, is_pack
+from millstream.reads.read_table import TableColumns, joined_columns
 
 SPECIES = "species"
 BINOMIAL = re.compile(r"[A-Z][a-z]+_[a-z]+")
@@ -85,18 +86,31 @@ def header_of(path: Path) -> str:
     return text[: ends[0]].tobytes().decode(errors="replace")
 
 
-def put_classes(parts: Sequence[Part], mapping: LabelMapping, *, must_be_known: bool) -> None:
-    """Add the column of class ids that the mapping needs to these files, if their headers do not have it."""
+def put_table(parts: Sequence[Part], table: Path, *, key: str = KEY, index_dir: Path | None = None) -> bool:
+    """Add the columns of a table of reads to these files; returns whether one has the class ids."""
+    columns = joined_columns(parts, table, key=key, index_dir=index_dir)
+    for part, found in zip(parts, columns, strict=True):
+        for name in found.names:
+            part.columns.put(name, InTable(found, name))
+    return all(key in found.names for found in columns)
+
+
+def put_classes(parts: Sequence[Part], mapping: LabelMapping, *, are_known: bool | None, must_be_known: bool) -> None:
+    """Add the column of class ids that the mapping needs to these files, unless they have it.
+
+    `are_known` is whether a table had the class ids; None: there was no table.
+    """
     key, classes = mapping.key, FileClasses(mapping)
+    name = next((name for name in TAX_ID if all(name in part.columns for part in parts)), None)
     if mapping.files and all(classes.listed(part.path) is not None for part in parts):
         _put_by_file(parts, classes)
-    elif not all(key in part.columns for part in parts):
-        name = next((name for name in TAX_ID if all(name in part.columns for part in parts)), None)
-        if name is not None and mapping.tax_id is not None:
-            for part in parts:
-                part.columns.put(key, OfTaxon(part, name, mapping, must_be_known=must_be_known))
-        elif all(classes.find(part.path, partial(_taxon, part)) is not None for part in parts):
-            _put_by_file(parts, classes)
+    elif are_known or (are_known is None and all(key in part.columns for part in parts)):
+        return
+    elif name is not None and mapping.tax_id is not None:
+        for part in parts:
+            part.columns.put(key, OfTaxon(part, name, mapping, must_be_known=must_be_known))
+    elif all(classes.find(part.path, partial(_taxon, part)) is not None for part in parts):
+        _put_by_file(parts, classes)
 
 
 def _put_by_file(parts: Sequence[Part], classes: FileClasses) -> None:
@@ -122,6 +136,25 @@ class OfFile:
 
     def take(self, rows: Numbers) -> pa.Array:
         return pa.array(np.full(len(rows), self.value, np.int64))
+
+
+@dataclass(frozen=True)
+class InTable:
+    """A column of a table of reads."""
+
+    table: TableColumns
+    name: str
+
+    @property
+    def identity(self) -> object:
+        return self.table.identity
+
+    @property
+    def distinct(self) -> Numbers | None:
+        return self.table.columns.distinct(self.name)
+
+    def take(self, rows: Numbers) -> pa.Array:
+        return self.table.columns.take_stored(self.name, rows)
 
 
 class OfTaxon:

@@ -29,8 +29,8 @@ from millstream.reads.files.columns import outdated_column
 from millstream.reads.files.index import SUFFIX, IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
-from millstream.reads.labels import put_classes
-from millstream.reads.mapping import MappingSource, load_mapping
+from millstream.reads.labels import put_classes, put_table
+from millstream.reads.mapping import KEY, MappingSource, load_mapping
 from millstream.reads.pack import PackFile, is_named_pack, is_pack
 from millstream.reads.reads import Part, Reads, Unknown
 
@@ -101,6 +101,7 @@ def open_reads(
     *,
     settings: IndexSettings | None = None,
     mapping: MappingSource | None = None,
+    labels: str | Path | None = None,
     unknown: Unknown = "error",
     memory: int | str | None = None,
     index_dir: str | Path | None = None,
@@ -111,6 +112,7 @@ def open_reads(
 ) -> Reads:
     """Open files as one collection, and build the indexes that are missing.
 
+    `labels` is a table of reads and their class ids or tax ids, joined once and stored beside the indexes.
     `rebuild` builds all of them, with `settings` over those of the existing indexes. On Ray, a worker builds each.
     """
     require_numba()
@@ -136,12 +138,17 @@ def open_reads(
                 place = build_index(path, found, index_dir=folder, progress=progress, notify=notify)
             found = load_index(path, place)
         parts.append(found if isinstance(found, PackFile) else ReadFile(path, found, memory=budget))
-    arguments = {"settings": settings, "mapping": mapping, "unknown": unknown, "memory": memory, "index_dir": folder}
-    labels = load_mapping(mapping) if mapping is not None else None
-    if labels is not None:
-        put_classes(parts, labels, must_be_known=unknown == "error")
+    arguments = {
+        "settings": settings, "mapping": mapping, "labels": labels, "unknown": unknown, "memory": memory,
+        "index_dir": folder,
+    }  # fmt: skip
+    classes = load_mapping(mapping) if mapping is not None else None
+    key = classes.key if classes is not None else KEY
+    are_known = None if labels is None else put_table(parts, to_path(labels), key=key, index_dir=folder)
+    if classes is not None:
+        put_classes(parts, classes, are_known=are_known, must_be_known=unknown == "error")
     return Reads(
-        parts, reopen=Reopen(tuple(str(part.path) for part in parts), arguments), mapping=labels, unknown=unknown
+        parts, reopen=Reopen(tuple(str(part.path) for part in parts), arguments), mapping=classes, unknown=unknown
     )
 
 

@@ -114,7 +114,7 @@ class ColumnsWriter:
         self.mismatches = Mismatches(regex or "", on_mismatch)
         self._headers = Headers(regex) if regex else None
         parsed = self._headers.columns if self._headers else ()
-        self._columns = [_ColumnWriter(column, sections, distinct) for column in parsed if column.name in names]
+        self._columns = [ColumnWriter(column, sections, distinct) for column in parsed if column.name in names]
 
     def add(self, path: Path, found: Scanned, *, first: int) -> NDArray[np.bool_]:
         """Parse the headers found in a file, the first of which has number `first`; returns which records to keep."""
@@ -154,7 +154,7 @@ class Pending(Generic[T]):
 
 
 class Beside(Protocol):
-    """A column of integers that is not in the index or pack."""
+    """A column that is not in the index or pack; `distinct` are the values of one of integers, if they are known."""
 
     @property
     def distinct(self) -> Numbers | None: ...
@@ -225,6 +225,10 @@ class HeaderColumns:
         spans = zip(parsed.starts.tolist(), parsed.ends.tolist(), parsed.valid.tolist(), strict=True)
         texts = [text[start:end].decode(errors="replace") if valid else None for start, end, valid in spans]
         return pa.array(texts, pa.string())
+
+    def take_stored(self, name: str, rows: Numbers) -> pa.Array:
+        """The values of these rows, of a column that is stored by itself."""
+        return self._columns[name].take(rows, np.zeros_like)
 
     def one(self, row: int, names: tuple[str, ...], *, lengths: Callable[[Numbers], Numbers]) -> list[object]:
         """The values of one row, of columns that are stored by themselves; without an array per column."""
@@ -309,7 +313,9 @@ class _ColumnReader:
         return pa.array(values, mask=mask)
 
 
-class _ColumnWriter:
+class ColumnWriter:
+    """Takes the values of one column in order, and writes them once their records have ended."""
+
     def __init__(self, column: HeaderColumn, sections: SectionsWriter, distinct: int) -> None:
         self.name = column.name
         self.kind: Literal["integer", "text"] = column.kind
