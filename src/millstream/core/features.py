@@ -90,9 +90,13 @@ class FeaturePipeline:
     def _names(self, collection: Collection) -> list[str]:
         return [name for group, _ in self._groups for name in (collection.field_names if group is None else group)]
 
+    def sizes(self, collection: Collection, numbers: Numbers) -> Numbers:
+        """Bytes to fetch for each of these records."""
+        return collection.sizes(numbers, self._names(collection))
+
     def cost(self, collection: Collection, numbers: Numbers) -> int:
         """Bytes needed to make a batch of these records: exact for the fetch, else estimated from earlier batches."""
-        return ceil(int(collection.sizes(numbers, self._names(collection)).sum()) * (1 + self._growth))
+        return ceil(int(self.sizes(collection, numbers).sum()) * (1 + self._growth))
 
     def excess(self, collection: Collection, batches: Iterable[Numbers], *, batch_size: int, budget: int) -> int | None:
         """The cost of one of these batches that exceeds the budget, if any does, whatever the number of records."""

@@ -17,7 +17,7 @@ from millstream.core.console import format_bytes, ignore_message, say
 from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.memory import Heap, PageLimit, Pool, available_bytes
-from millstream.core.order import Layout, Mode, Order, Positions, Tail, find_ranks
+from millstream.core.order import Layout, LengthBuckets, Mode, Order, Positions, Tail, find_ranks
 from millstream.core.prefetch import Prefetch, check_budget
 from millstream.core.remote import requests_at_once
 from millstream.errors import OverBudget, StateMismatch
@@ -39,9 +39,10 @@ class Loader:
 
     A batch is a dict of tensors (and lists of texts) that `features` compute from the records, plus `numbers`, their
     record numbers. `memory` limits what the loader holds: batches in progress and waiting, decoded blocks, buffers.
-    Ranks of a torchrun or torch.distributed job read disjoint positions of one global order. `state_dict()` after any
-    batch resumes there, also in another process and with other threads, ranks or batch size: every remaining record
-    comes exactly once.
+    With `length_buckets`, the records of that many batches are dealt out again, so that those of a batch have similar
+    lengths and need little padding. Ranks of a torchrun or torch.distributed job read disjoint positions of one global
+    order. `state_dict()` after any batch resumes there, also in another process and with other threads, ranks or batch
+    size: every remaining record comes exactly once.
 
     >>> loader = ms.Loader(traces, batch_size=32, features=ms.features.layers(token="last"), seed=7, memory="2GB")
     >>> for batch in loader:
@@ -57,6 +58,7 @@ class Loader:
         seed: int = 0,
         memory: SizeInBytes = "2GB",
         order: OrderName = "auto",
+        length_buckets: Count = 1,
         threads: Natural | None = None,
         rank: Natural | None = None,
         world: Count | None = None,
@@ -70,7 +72,8 @@ class Loader:
         self._budget = batch_budget(collection, self._memory, batch_size=batch_size)
         rank, world = find_ranks(rank, world)
         blocks, pages = split_files(collection, self._memory - self._budget)
-        self._plan = plan_order(collection, order, room=blocks, world=world)
+        plan = plan_order(collection, order, room=blocks, world=world)
+        self._plan = replace(plan, buckets=plan_buckets(plan, length_buckets, batch=batch_size * world))
         self._collection = collection.within(blocks)
         self._pipeline = FeaturePipeline(collection, features, seed=seed)
         self._layout = Layout(len(collection), batch_size, rank, world, drop_last, tail)
@@ -109,6 +112,8 @@ class Loader:
         batch_bytes = self._batch_bytes()
         threads, why = self._plan_threads(batch_bytes)
         window = f" of {plan.block * plan.window} records" if plan.mode == "window" else ""
+        if plan.buckets.is_used:
+            window += f", dealt out by length within {plan.buckets.span} records"
         ranks = f", rank {layout.rank} of {layout.world}" if layout.world > 1 else ""
         ranks += f", {layout.left_out} records left out" if layout.left_out else ""
         return (
@@ -144,7 +149,13 @@ class Loader:
     def __iter__(self) -> "Generator[dict[str, object]]":
         layout, start, epoch = self._layout, self._start, self._epoch
         collection = self._collection.in_epoch(epoch)
-        numbers = Positions(self._plan.order(layout.n, seed=self._seed, epoch=epoch), layout, start)
+        numbers = Positions(
+            self._plan.order(layout.n, seed=self._seed, epoch=epoch),
+            layout,
+            start,
+            buckets=self._plan.buckets,
+            lengths=lambda numbers: self._pipeline.sizes(*collection.resolved(numbers)),
+        )
         threads, _ = self._plan_threads(self._batch_bytes())
         heap = Heap(max(self._memory // 8, TRIM_BYTES))
         arriving = max(1, self._memory // (ARRIVING * PART_BYTES * max(threads, 1)))
@@ -209,6 +220,7 @@ class Plan:
     block: int
     window: int
     why: str
+    buckets: LengthBuckets = LengthBuckets()  # noqa: RUF009 - frozen
 
     def order(self, n: int, *, seed: int, epoch: int) -> Order:
         return Order(n, seed, epoch, self.mode, self.block, self.window)
@@ -238,6 +250,12 @@ def plan_order(collection: Collection, wanted: OrderName, *, room: int, world: i
     kind = "free memory" if is_cached else "mapped files" if medium.is_random else "decoded blocks"
     size = f"{format_bytes(medium.num_bytes)} {'fit' if fits else 'do not fit'} in {format_bytes(free)} of {kind}"
     return Plan("exact" if fits else "window", block, window, size)
+
+
+def plan_buckets(plan: Plan, count: int, *, batch: int) -> LengthBuckets:
+    """Buckets of a batch of all ranks, over `count` batches; in order `window`, over at most half of a window."""
+    most = plan.block * plan.window // (2 * batch) if plan.mode == "window" else count
+    return LengthBuckets(max(min(count, most), 1) * batch, batch)
 
 
 def _check_memory(collection: Collection, memory: int) -> None:
@@ -311,6 +329,11 @@ class State:
             "records": self.records,
             "collection": self.collection,
             "order": [self.plan.mode, self.plan.block, self.plan.window],
+            **(
+                {"length_buckets": [self.plan.buckets.span, self.plan.buckets.size]}
+                if self.plan.buckets.is_used
+                else {}
+            ),
         }
 
     def resumed(self, saved: Mapping[str, object], *, any_order: bool) -> "State":
@@ -324,7 +347,8 @@ class State:
             theirs, mine = {**theirs, "order": mode}, {**mine, "order": self.plan.mode}
         if differs := config_diff(theirs, mine):
             raise StateMismatch(f"the state does not fit this loader (saved -> here): {differs}")
-        plan = Plan(mode, block, window, "as in the state resumed")
+        buckets = LengthBuckets(*cast("Sequence[int]", saved.get("length_buckets", [1, 1])))
+        plan = Plan(mode, block, window, "as in the state resumed", buckets)
         return replace(self, epoch=cast(int, saved["epoch"]), samples=cast(int, saved["samples"]), plan=plan)
 
 

@@ -5,7 +5,7 @@ Knows integers; knows nothing of data.
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -25,7 +25,8 @@ _ROUNDS, _SMALL_ROUNDS = 8, 24  # few bits mix slowly: with 8, some orders of 5 
 _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
 _CHUNK = 1 << 14  # numbers per pass, so that working arrays stay in the cache
-_BLOCKS = -1  # key of the block permutation; windows have the keys 0, 1, 2, ...
+_BLOCKS, _BUCKETS = -1, -2  # keys of the block permutation and of buckets; windows have the keys 0, 1, 2, ...
+_SPANS = 8  # whose records are kept, for the threads that make batches of them
 
 
 @checked
@@ -281,19 +282,80 @@ class Layout:
         return min(start + steps * self.batch_size * self.world, self.n)
 
 
-class Positions:
-    """The record numbers of each batch from position `start` on. Safe to use from threads."""
+@dataclass(frozen=True)
+class LengthBuckets:
+    """Deals out the records of every `span` positions again, so that `size` neighbours are of similar length.
 
-    def __init__(self, order: Order, layout: Layout, start: int) -> None:
+    The records of a span are sorted by length and cut into buckets, which come in random order.
+    """
+
+    span: int = 1
+    size: int = 1
+
+    @property
+    def is_used(self) -> bool:
+        return self.span > self.size
+
+    def deal(self, numbers: Numbers, lengths: Numbers, *, key: int) -> Numbers:
+        """The records of one span in their new order; a bucket that is not full, of the longest, comes last."""
+        if (lengths == lengths[0]).all():
+            return numbers
+        sorted_by_length = numbers[np.argsort(lengths, kind="stable")]
+        count = len(numbers) // self.size
+        full, rest = np.split(sorted_by_length, [count * self.size])
+        return np.concatenate(
+            [full.reshape(count, self.size)[Permutation(count, key)(np.arange(count))].reshape(-1), rest]
+        )
+
+
+class Positions:
+    """The record numbers of each batch from position `start` on. Safe to use from threads.
+
+    With `buckets`, records are dealt out by the lengths that `lengths` returns.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        layout: Layout,
+        start: int,
+        *,
+        buckets: LengthBuckets = LengthBuckets(),  # noqa: B008 - frozen
+        lengths: Callable[[Numbers], Numbers] | None = None,
+    ) -> None:
         self._order, self._layout, self._start = order, layout, start
+        self._buckets, self._lengths = buckets, lengths
+        self._spans: dict[int, Numbers] = {}
         self._chunk: tuple[int, Numbers] = (-1, np.empty(0, np.int64))
-        self._lock = threading.Lock()
+        self._lock, self._spans_lock = threading.Lock(), threading.Lock()
         self._windows_requested = -1
         self._reader: threading.Thread | None = None
 
     def of(self, step: int) -> Numbers:
         """The record numbers of a batch."""
         positions = self._layout.positions(self._start, step)
+        if not self._buckets.is_used:
+            return self._in_order(positions)
+        found = np.empty_like(positions)
+        for span, at in _by_value(positions // self._buckets.span):
+            found[at] = self._dealt(span)[positions[at] - span * self._buckets.span]
+        return found
+
+    def _dealt(self, span: int) -> Numbers:
+        """The record numbers of one span, in their new order."""
+        with self._spans_lock:
+            if span not in self._spans:
+                first = span * self._buckets.span
+                numbers = self._in_order(np.arange(first, min(first + self._buckets.span, self._order.n)))
+                assert self._lengths is not None
+                if len(self._spans) >= _SPANS:
+                    del self._spans[min(self._spans)]
+                key = self._order.key(_BUCKETS, span)
+                self._spans[span] = self._buckets.deal(numbers, self._lengths(numbers), key=key)
+            return self._spans[span]
+
+    def _in_order(self, positions: Numbers) -> Numbers:
+        """The record numbers at these positions of the order."""
         if not len(positions):
             return positions
         first, last = int(positions.min()) // CHUNK, int(positions.max()) // CHUNK
@@ -309,8 +371,9 @@ class Positions:
         order = self._order
         if order.mode != "window":
             return
-        batch = self._layout.batch_size * self._layout.world
-        first, last = (_window_of(self._start + at * batch, order) for at in (step, step + 1))
+        batch, span = self._layout.batch_size * self._layout.world, self._buckets.span
+        starts = (self._start + step * batch) // span * span, -(-(self._start + (step + 1) * batch) // span) * span
+        first, last = (_window_of(position, order) for position in starts)
         with self._lock:
             since = first if self._windows_requested < 0 else self._windows_requested + 1
             requested = range(since, last + 2)

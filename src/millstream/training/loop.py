@@ -118,6 +118,7 @@ class Training:
             features=[*job.features, fields(LABEL)],
             seed=job.key.seed,
             memory=job.memory,
+            length_buckets=own // part,  # a step sees the same records
             threads=given.threads,
             rank=self.fabric.global_rank,
             world=self.fabric.world_size,
