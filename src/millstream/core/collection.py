@@ -1,7 +1,7 @@
 """A collection is records by number, which is all the engine knows about data; a subset is some of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -74,6 +74,10 @@ class Collection(ABC):
     @abstractmethod
     def column(self, name: str) -> pa.ChunkedArray:
         """One scalar field of every record, without reading its tensors or sequences."""
+
+    def column_pieces(self, name: str) -> Iterator[pa.ChunkedArray]:
+        """The same in pieces, of a multiple of 256 records but for the last, if all of it may not fit in memory."""
+        yield self.column(name)
 
     @abstractmethod
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:

@@ -183,17 +183,19 @@ def _assign(collection: Collection, rule: Rule) -> Iterator[NDArray[np.uint8]]:
             numbers = np.arange(start, min(start + _CHUNK, len(collection)), dtype=np.int64)
             yield _split_of(mix_words(collection.record_numbers(numbers), salt), edges, rule)
         return
-    codes, values = codes_of(collection.column(rule.by))
-    if len(codes) and (missing := int(np.count_nonzero(codes < 0))):
-        first = int(np.flatnonzero(codes < 0)[0])
-        raise BadSplit(
-            f"{missing} of {len(codes)} records have no {rule.by!r} (the first is record {first}). "
-            "Split by another field, or take a subset without them"
-        )
-    hashed = [blake2b(f"{salt}/{value}".encode(), digest_size=8).digest() for value in values]
-    of_value = _split_of(np.frombuffer(b"".join(hashed), "<u8"), edges, rule)
-    for start in range(0, len(codes), _CHUNK):
-        yield of_value[codes[start : start + _CHUNK]]
+    first = 0
+    for piece in collection.column_pieces(rule.by):
+        codes, values = codes_of(piece)
+        if len(codes) and (missing := int(np.count_nonzero(codes < 0))):
+            raise BadSplit(
+                f"{missing} of {len(codes)} records have no {rule.by!r} (the first is record "
+                f"{first + int(np.flatnonzero(codes < 0)[0])}). Split by another field, or take a subset without them"
+            )
+        hashed = [blake2b(f"{salt}/{value}".encode(), digest_size=8).digest() for value in values]
+        of_value = _split_of(np.frombuffer(b"".join(hashed), "<u8"), edges, rule)
+        for start in range(0, len(codes), _CHUNK):
+            yield of_value[codes[start : start + _CHUNK]]
+        first += len(codes)
 
 
 def _split_of(hashes: NDArray[np.uint64], edges: NDArray[np.uint64], rule: Rule) -> NDArray[np.uint8]:

@@ -152,6 +152,10 @@ class ReadSettings(LoopSettings):
     weight_decay: float = 0.0
     balance: Annotated[str, "class balancing: weights (of the loss), sampling, or none"] = "weights"
     reverse_complement: Annotated[bool, "train on both strands, and average both when scoring"] = True
+    by: Annotated[
+        str | None,
+        "without data.val: hold out a tenth of the groups of reads with equal values of this column, or file",
+    ] = None
     paired: Annotated[bool, "neighbouring reads are mates and get one prediction"] = False
     val_reads: Annotated[Count, "maximum number of validation reads"] = 100_000
     k: Annotated[str, "kmer-linear: k-mer lengths and subsampling, such as 14/4,16/8"] = "auto"
@@ -178,6 +182,10 @@ class ReadSettings(LoopSettings):
             raise BadSetting("data.train= is missing: the reads to train on, as in data.train=train.fa.gz")
         if not self.mapping:
             raise BadSetting("mapping= is missing: the table of class ids, as in mapping=species.tsv")
+        if self.by is not None and self.data.val:
+            raise BadSetting(
+                f"by={self.by}: holds out groups of data.train, but data.val is set. Leave out one of them"
+            )
         if self.balance not in BALANCES:
             raise BadSetting(f"balance={self.balance}: must be one of {', '.join(BALANCES)}")
         if self.data.on_mismatch not in ON_MISMATCH:

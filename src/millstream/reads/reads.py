@@ -25,6 +25,8 @@ from millstream.reads.single import fetch_reads, iterate
 
 LONG_BASES = 64 << 10  # of a record that is not read only to see its name
 LABEL = "label"
+FILE = "file"  # the name of a read's file
+PIECE = 1 << 20  # reads per piece of a column
 Unknown = Literal["error", "null"]  # for class ids that are not in the mapping; null: no label
 Part = ReadFile | PackFile  # one file of a collection
 
@@ -127,9 +129,9 @@ class Reads(Collection):
     def fetch(self, numbers: Sequence[int] | Numbers, fields: Sequence[str] | None = None) -> ReadBatch:
         """Sequences and columns of many reads, in the given order.
 
-        `fields` may contain `sequence`, `quality`, `name` and any column; default: the sequence, the quality of FASTQ,
-        and every column in the index. A column that is only in the headers (such as a read's own name) is parsed from
-        there if it is requested.
+        `fields` may contain `sequence`, `quality`, `name`, `file` and any column; default: the sequence, the quality of
+        FASTQ, and every column in the index. A column that is only in the headers (such as a read's own name) is parsed
+        from there if it is requested.
         """
         wanted = self._check(whole_numbers(numbers))
         names = self._fields(fields)
@@ -142,6 +144,8 @@ class Reads(Collection):
         columns = {name: fetched.columns[name] for name in names if name in fetched.columns}
         if self._mapping:
             columns |= self._labels(self._mapping, names, fetched.columns[self._mapping.key])
+        if FILE in names and FILE not in columns:
+            columns[FILE] = self._files_of(np.searchsorted(self._starts, wanted, side="right") - 1)
         plain = {name: values(column) for name, column in columns.items()}
         return ReadBatch(wanted, fetched.flat, fetched.offsets, plain, fetched.quality)
 
@@ -224,7 +228,7 @@ class Reads(Collection):
 
     @property
     def field_names(self) -> list[str]:
-        return list(dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names]))
+        return list(dict.fromkeys([SEQUENCE, QUALITY, NAME, *self.column_names, FILE]))
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
         """How many bytes `fetch` takes for each read."""
@@ -286,7 +290,9 @@ class Reads(Collection):
         return pa.table({"length": lengths, **{name: self.column(name) for name in names}}).unify_dictionaries()
 
     def column(self, name: str, start: int = 0, end: int | None = None) -> pa.ChunkedArray:
-        """One column of every read, or of those from number `start` to `end`."""
+        """One column of every read, or of those from number `start` to `end`; also `name` and `file`."""
+        if name in (NAME, FILE) and name not in self.column_names:
+            return self._names_or_files(name, start, len(self) if end is None else end)
         if name not in self.column_names:
             raise KeyError(f"{self._where()}: no column {name!r}; it has {', '.join(self.column_names) or 'none'}")
         key = name if name in self._header_columns else self._mapping.key if self._mapping else name
@@ -298,6 +304,23 @@ class Reads(Collection):
         if name not in self._header_columns and self._mapping:
             chunks = [self._labels(self._mapping, [name], chunk)[name] for chunk in chunks]
         return chunked(chunks)
+
+    def column_pieces(self, name: str) -> Iterator[pa.ChunkedArray]:
+        for start in range(0, len(self), PIECE):
+            yield self.column(name, start, min(start + PIECE, len(self)))
+
+    def _names_or_files(self, name: str, start: int, end: int) -> pa.ChunkedArray:
+        numbers = np.arange(start, end, dtype=np.int64)
+        chunks: list[pa.Array] = []
+        for place, (part, rows, _) in enumerate(self.split(numbers)):
+            owner = self._parts.index(part) if len(self._parts) > 1 else place
+            names = pa.array(part.names_of(rows), pa.string()) if name == NAME else None
+            chunks.append(self._files_of(np.full(len(rows), owner)) if names is None else names)
+        return chunked(chunks)
+
+    def _files_of(self, parts: Numbers) -> pa.Array:
+        names = pa.array([part.path.name for part in self._parts], pa.string())
+        return pa.DictionaryArray.from_arrays(pa.array(parts.astype(np.int32)), names)
 
     @property
     def num_bases(self) -> int:

@@ -15,6 +15,7 @@ from millstream.core.console import plural, say
 from millstream.core.mixture import Concat, Drawn, Mixture
 from millstream.core.order import Permutation, mix_words
 from millstream.core.remote import to_path
+from millstream.core.split import split
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import CLASSIFIERS, COUNTED, ClassifierSpec
 from millstream.reads.classifiers.hf import LIBRARIES
@@ -22,6 +23,7 @@ from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.labels import are_by_file
+from millstream.reads.leaks import shared_sequences
 from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
 from millstream.reads.reads import Reads
@@ -30,6 +32,8 @@ from millstream.training.task import count_labels, label_slices, labels_of
 
 VAL, TRAIN = "val", "train"
 HELD_OUT_BELOW = np.uint64((1 << 24) // 50)  # of 24 random bits: one in 50 pairs of neighbours
+GROUPS_HELD_OUT, ATTEMPTS = 0.1, 20
+MANY_SHARED = 0.005  # of the reads of a split
 BLOCK = 1 << 18
 SORTING = 40  # bytes per read while reads are sorted by class
 UNKNOWN = -1  # the label of a read whose class is not in the mapping
@@ -97,7 +101,7 @@ class Classification:
             "no_class": {name: int(counts[UNKNOWN]) for name, counts in splits.counts.items()},
             "mates": self.mates,
             "chosen_by": len(self.scored[VAL]),
-            "held_out": "reads" if VAL not in splits.files else "files",
+            "held_out": "files" if VAL in splits.files else self.settings.by or "reads",
             **card,
         }
 
@@ -123,6 +127,14 @@ class Classification:
             num_unknown = int(splits.counts[name][UNKNOWN])
             unknown = f" ({num_unknown:,} of no known class)" if num_unknown else ""
             lines.append(f"{name}: {splits.counts[name].sum():,} reads{unknown}")
+        for name, part in self.scored.items():
+            shared = shared_sequences(part, splits.train)
+            if shared.estimate >= MANY_SHARED:
+                of = "a training read" if shared.share == 1 else f"one of {shared.share:.2%} of the training reads"
+                lines.append(
+                    f"{name} leaks: {shared.found:,} of {shared.sampled:,} sampled reads have the exact sequence of "
+                    f"{of}. Scores are optimistic; hold out whole genomes (by=)"
+                )
         return "\n".join(lines)
 
     def table(self, built: Built, split: str, records: Collection) -> pa.Table:
@@ -171,22 +183,45 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
     scored: dict[str, Collection] = {VAL: train, **{name: files[name] for name in files if name != TRAIN}}
     if not settings.data.val:
-        whole = train
-        scored[VAL] = Subset(whole, Marked(_held_out(len(whole))))
-        train = Subset(whole, Marked(~held_out for held_out in _held_out(len(whole))))
-        if not len(train) or not len(scored[VAL]):
-            raise BadSource(f"{settings.data.train}: too few reads to hold some out for validation. Set data.val=FILE")
+        train, scored[VAL] = _hold_out(settings, files[TRAIN], train)
         counts[VAL] = count_labels(scored[VAL], len(classes))
         counts[TRAIN] = count_labels(train, len(classes))
+    if not counts[VAL][:-1].any():
+        place = settings.data.val or settings.data.train
+        raise BadSource(f"{place}: none of its validation reads has a class in {settings.mapping}")
+    if settings.paired:
+        scored = {name: as_pairs(files.get(name, files[TRAIN]), part) for name, part in scored.items()}
+    return ReadSplits(classes, train, scored, files, counts)
+
+
+def _hold_out(settings: ReadSettings, reads: Reads, known: Collection) -> tuple[Collection, Collection]:
+    """The reads of known classes to train on, and those to validate on: of other groups, or a sample."""
+    place, by = settings.data.train, settings.by
+    if by is None:
+        train = Subset(known, Marked(~held_out for held_out in _held_out(len(known))))
+        val = Subset(known, Marked(_held_out(len(known))))
+        if not len(train) or not len(val):
+            raise BadSource(f"{place}: too few reads to hold some out for validation. Set data.val=FILE")
         say(
             "data.val is not set: 2 % of the reads in data.train are held out for validation. They are from the "
-            "training genomes; hold out genomes to validate on unseen strains"
+            "training genomes; hold out genomes (by=) to validate on unseen strains"
         )
-    if not counts[VAL][:-1].any():
-        raise BadSource(f"{settings.data.val}: none of its reads has a class in {settings.mapping}")
-    if settings.paired:
-        scored = {name: as_pairs(files.get(name, files[TRAIN]), split) for name, split in scored.items()}
-    return ReadSplits(classes, train, scored, files, counts)
+        return train, val
+    if by not in reads.field_names:
+        has = ", ".join(["file", *reads.column_names])
+        raise BadSetting(f"by={by}: the reads have no such column; must be one of {has}, or name")
+    for attempt in range(ATTEMPTS):  # of a few groups, none may be held out at first
+        parts = split(reads, {TRAIN: 1 - GROUPS_HELD_OUT, VAL: GROUPS_HELD_OUT}, by=by, salt=f"{attempt or ''}")
+        train, val = (
+            part if known is reads else Subset(part, Marked(labels != UNKNOWN for labels in label_slices(part)))
+            for part in parts
+        )
+        if len(train) and len(val):
+            break
+    else:
+        raise BadSource(f"{place}: has too few values of {by} to hold some of them out. Set data.val=FILE")
+    say(f"{len(val):,} of {len(known):,} reads are held out for validation: those of a tenth of the values of {by}")
+    return train, val
 
 
 def sample_reads(val: Collection, most: int, mates: int) -> Collection:
