@@ -22,7 +22,7 @@ from millstream.core.loader import Loader
 from millstream.core.outputs import PartialOutput, done_file
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreExists
 from millstream.features import fields
-from millstream.reads import classify as classify_module
+from millstream.reads import sample_reports
 from millstream.reads.classifiers.nets import ReadNet, ReadPredictions, probabilities
 from millstream.reads.classify import classify, find_classifier
 from millstream.reads.kind import HEADERS
@@ -235,7 +235,9 @@ def test_stopped_after_any_batch_it_resumes_to_the_same_bytes(made: Path, tmp_pa
     assert resumed == [0, 256, 512, 768]
     assert out.read_bytes() == whole.read_bytes()
     assert (tmp_path / "out.rep").read_bytes() == (tmp_path / "whole.rep").read_bytes()
-    assert left_in(tmp_path) == sorted(["out.rep", name, "whole", "whole.rep"])
+    assert left_in(tmp_path) == sorted(
+        ["out.abundance.tsv", "out.rep", name, "whole", "whole.abundance.tsv", "whole.rep"]
+    )
 
 
 # Imports once; then, in each round, a child process classifies and is killed after a few more rows are saved.
@@ -295,7 +297,7 @@ def test_killed_while_finishing_it_completes_on_the_next_run(made: Path, tmp_pat
             rename = os.rename
             patch.setattr(os, "rename", lambda a, b: die() if Path(b) == out else rename(a, b))
         elif at == "report":
-            patch.setattr(classify_module, "publish", die)
+            patch.setattr(sample_reports, "publish", die)
         else:
             patch.setattr(PartialOutput, "remove", die)
         with pytest.raises(KeyboardInterrupt):
@@ -303,7 +305,7 @@ def test_killed_while_finishing_it_completes_on_the_next_run(made: Path, tmp_pat
     done = classify(made / "run", made / "val.fa", out, kraken_output=report)  # the old name
     assert (done.num_rows, done.num_resumed) == (900, 900)
     assert len(rows_of(out)) == 900 and "\troot\n" in report.read_text()
-    assert left_in(tmp_path) == ["out.rep", "out.tsv"]
+    assert left_in(tmp_path) == ["out.abundance.tsv", "out.rep", "out.tsv"]
     assert classify(made / "run", made / "val.fa", out).num_resumed == 900
     with pytest.raises(StoreExists, match=r"out\.tsv: .*threshold: 0\.5 -> 0\.7"):
         classify(made / "run", made / "val.fa", out, threshold=0.7)

@@ -63,9 +63,10 @@ def test_rows_that_arrive_in_any_order_are_written_in_order(
     done = classify(run, files, tmp_path / "out.tsv.gz", report=tmp_path / "out.rep", engine=engine, **SMALL)
     assert (done.num_reads, done.num_resumed) == (900, 0)
     assert sorted(engine.begun) == [(first, min(first + 64, 900)) for first in range(0, 900, 64)]
-    for name in ("out.tsv.gz", "out.rep"):
+    for name in ("out.tsv.gz", "out.rep", "out.abundance.tsv"):
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.tsv.gz.done", "out.rep", "out.tsv.gz"]
+    names = [".out.tsv.gz.done", "out.abundance.tsv", "out.rep", "out.tsv.gz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 def test_rows_on_stdout_are_in_order_too(made: tuple[list[Path], Path], whole: Path, capfdbinary: Any):

@@ -3,12 +3,11 @@
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,7 @@ from millstream.core.arguments import checked
 from millstream.core.config import Count, NonNegative, Probability, SizeInBytes, parse_bytes
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
-from millstream.core.files import already_exists, check_replaceable, publish
 from millstream.core.outputs import (
-    RESUME,
     STDOUT,
     PartialOutput,
     TextOutput,
@@ -32,21 +29,24 @@ from millstream.core.outputs import (
 )
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.kraken import Assignments, check_tax_ids, kraken_report, ranks_without_tax_ids
+from millstream.reads.evidence import MOST_SETS, Evidence, EvidenceSum
+from millstream.reads.filtered import FilteredReads, Sample, check_outputs, filtered_paths
+from millstream.reads.kraken import Assignments, check_tax_ids, ranks_without_tax_ids
 from millstream.reads.open import Paths, first_of, index_files
+from millstream.reads.row_outputs import EarlyRows, Span, Stdout, early_file
+from millstream.reads.rows import Rows, head_of, kind_of
+from millstream.reads.sample_reports import SampleReports
 from millstream.reads.scorer import (
     ClassifyWorker,
     ReadSource,
-    Rows,
     Scorer,
     ScoreSettings,
     TrainedClassifier,
     find_classifier,
 )
 
+VERSION = 2  # of what is saved
 Watch = Callable[[int], AbstractContextManager[Progress]]  # progress over this many reads
-Span = tuple[int, int]  # reads, from the first to before the last
-HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,10 @@ def classify(
     mates: Paths | None = None,
     paired: bool = False,
     threshold: Probability = 0.5,
-    report: str | Path | None = None,
-    kraken_output: str | Path | None = None,
+    report: Paths | None = None,
+    kraken_output: Paths | None = None,
+    classified_out: str | Path | None = None,
+    unclassified_out: str | Path | None = None,
     memory: SizeInBytes = "1GB",
     index_dir: str | Path | None = None,
     force: bool = False,
@@ -92,66 +94,85 @@ def classify(
     A read whose class is less likely than `threshold` is assigned to the lowest taxon above that reaches it, or to
     none; with `threshold=0` only reads without evidence for any class are unclassified. The same call resumes where it
     was interrupted, and ends with the same bytes; progress is saved every `save_s` seconds. `batch_size` is as large as
-    the net and the memory allow if not given. `report` is a Kraken 2-style report to write (`kraken_output` is its old
-    name). `out="-"` writes to stdout. A finished output is not written again, unless `force` replaces it. With
-    `engine="ray"`, workers index the files and score `chunk_reads` reads at a time, each within `memory`; the rows are
-    those of one process, and every chunk is saved when it arrives.
+    the net and the memory allow if not given. A name that ends in `.kraken` or `.binning` gets rows as Kraken 2 or CAMI
+    have them. `report` is a Kraken 2-style report to write, or several (`kraken_output` is its old name); one that ends
+    in `.profile` is a CAMI profile, and beside the first are the abundances, in `NAME.abundance.tsv`. `classified_out`
+    and `unclassified_out` are FASTA or FASTQ files of the reads themselves; for pairs, `#` in a name stands for `_1`
+    and `_2`, a file per mate. `out="-"` writes to stdout. A finished output is not written again, unless `force`
+    replaces it. With `engine="ray"`, workers index the files and score `chunk_reads` reads at a time, each within
+    `memory`; the rows are those of one process, and every chunk is saved when it arrives.
 
     >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
     """
-    path, report = to_path(out), to_path(given) if (given := report or kraken_output) else None
+    path, reports = to_path(out), SampleReports.at(report or kraken_output)
     if paired and mates is not None:
         raise BadSetting("paired and mates: mates are either neighbours or in other files, not both")
-    if report is not None and report.absolute() == path.absolute():
-        raise BadSetting(f"report={report}: is also the output file. Choose another name for the report")
+    num_mates = 2 if paired or mates is not None else 1
+    filtered = {
+        wanted: to_path(given) for wanted, given in ((True, classified_out), (False, unclassified_out)) if given
+    }
     is_stdout = str(out) == STDOUT
-    for file in (path, report):
-        if file is not None:
-            check_replaceable(file)
+    others = [file for given in filtered.values() for file in filtered_paths(given, num_mates)]
+    check_outputs([path, *others])
+    reports.check([path, *others])
     if not (is_stdout or force or done_file(path).exists()):
         check_new(path)
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
     trained = find_classifier(to_path(run), model)
-    if report is not None:
+    if reports.reports or kind_of(path):
         check_tax_ids(trained.classes, str(run))
     source = ReadSource(reads, mates, memory, index_dir)
     if chosen_engine.name != "local":
         index_files(source.files, index_dir=index_dir, engine=chosen_engine)
     collection, parts = source.open()
-    num_mates = 2 if paired or mates is not None else 1
     if len(collection) % num_mates:
         raise BadSource(
             f"{first_of(reads)}: {len(collection)} reads are an odd number, not read pairs. Leave out --paired"
         )
-    terms = {
+    sample = Sample(collection, parts, num_mates)
+    terms: dict[str, object] = {
+        "version": VERSION,
         "model": f"{trained.name}-{trained.seed}",
         "run": trained.digest,
         "reads": collection.fingerprint,
         "mates": num_mates,
         "threshold": float(threshold),
     }
-    if force and not is_stdout:
-        _remove(path, report)
+    for wanted, given in filtered.items():
+        terms["classified_out" if wanted else "unclassified_out"] = str(given)
+    if force:
+        _remove([*([] if is_stdout else [path]), *others], reports.files)
     known = find_finished(path, terms) if done_file(path).exists() and not is_stdout else None
     if known is not None:
-        work = _Work(trained, _Stdout(path, terms, known), len(collection), num_mates)
-        if report is not None:
-            work.write_report(report)
+        work = _Work(trained, Stdout(path, terms, known), len(collection), num_mates)
+        work.write_reports(reports)
         return work.summary()
-    with _Stdout(path, terms) if is_stdout else TextOutput(path, terms) as file:
-        if report is not None and not file.is_finished:
-            check_new(report)
-        work = _Work(trained, file, len(collection), num_mates)
+    with (
+        Stdout(path, terms) if is_stdout else TextOutput(path, terms) as file,
+        ExitStack() as stack,
+    ):
+        if not file.is_finished:
+            reports.check_new()
+        opened = [
+            FilteredReads(
+                given, sample, wanted=wanted, memory=parse_bytes(memory), terms=terms, is_finished=file.is_finished
+            )
+            for wanted, given in filtered.items()
+        ]
+        sides = [stack.enter_context(one) for one in opened]
+        work = _Work(trained, file, len(collection), num_mates, sides)
         if not file.is_finished:
             why = "the best on validation" if model is None else "as given"
             score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
             say(f"{run}: {trained.name} seed {trained.seed}, {why}{score}")
-            if (report is not None or threshold) and (ranks := ranks_without_tax_ids(trained.classes)):
+            if (reports.reports or threshold) and (ranks := ranks_without_tax_ids(trained.classes)):
                 say(
                     f"{run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
                     f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
                 )
-            settings = ScoreSettings(num_mates, threshold, parse_bytes(memory), batch_size, first_of(reads))
+            settings = ScoreSettings(
+                num_mates, threshold, parse_bytes(memory), batch_size, where=first_of(reads), kind=kind_of(path)
+            )
             scorer = Scorer(trained, collection, parts, settings)
             make = partial(ClassifyWorker, trained.absolute(), source.absolute(), collection.fingerprint, settings)
             if chosen_engine.name == "local":
@@ -163,18 +184,19 @@ def classify(
             with _early(path, terms, chosen_engine, is_stdout=is_stdout) as early, watch(len(collection)) as progress:
                 if not work.run(early, results, progress, save_s=save_s):
                     return work.summary(interrupted=True)
-        if report is not None:
-            work.write_report(report, replace=file.is_finished)
+        work.write_reports(reports, replace=True)
+        for side in sides:
+            side.publish()
         file.publish()
     if not is_stdout:
         remember_finished(path, terms, work.state())
     return work.summary()
 
 
-def _early(out: Path, terms: Mapping[str, object], engine: Engine, *, is_stdout: bool) -> "_Early":
+def _early(out: Path, terms: Mapping[str, object], engine: Engine, *, is_stdout: bool) -> EarlyRows:
     """Only workers deliver rows before their turn, perhaps in an earlier run."""
     is_used = engine.name != "local" or partial_folder(early_file(out)).exists()
-    return _Early(out if is_used and not is_stdout else None, terms)
+    return EarlyRows(out if is_used and not is_stdout else None, terms)
 
 
 def _rows_here(scorer: Scorer, stop: Callable[[], bool], gaps: Sequence[Span]) -> Generator[Rows]:
@@ -211,104 +233,16 @@ def _rows_on_workers(
         yield from results
 
 
-def _remove(out: Path, report: Path | None) -> None:
-    """Remove the output, its progress and its report, unless another process is writing it."""
-    with PartialOutput(out, {}, rebuild=True):
-        if partial_folder(early_file(out)).exists():
-            with PartialOutput(early_file(out), {}, rebuild=True):
-                pass
-        forget_finished(out)
-        if report is not None:
-            report.unlink(missing_ok=True)
-
-
-class _Stdout:
-    """Stdout with the methods of `TextOutput`, or, with `saved`, an output to which nothing is left to write."""
-
-    def __init__(self, out: Path, terms: Mapping[str, object], saved: Mapping[str, Any] | None = None) -> None:
-        self.out, self.terms, self.saved, self.is_finished = out, terms, saved, saved is not None
-
-    def __enter__(self) -> "_Stdout":
-        self._file = sys.stdout.buffer
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.flush()
-
-    def write(self, text: bytes) -> None:
-        self._file.write(text)
-
-    def save(self, saved: Mapping[str, object]) -> None:
-        """Nothing to save."""
-
-    def finish(self, saved: Mapping[str, object]) -> None:
-        self.is_finished = True
-
-    def publish(self) -> None:
-        """It is published as it is written."""
-
-
-def early_file(out: Path) -> Path:
-    return out.with_name(f"{out.name}.early")
-
-
-class _Early:
-    """Rows that arrive before their turn: on disk in `OUT.early.partial`, safe at once; for stdout in memory."""
-
-    def __init__(self, out: Path | None, terms: Mapping[str, object]) -> None:
-        self._output = None if out is None else PartialOutput(early_file(out), terms)
-        self._held: dict[Span, Rows | None] = {}  # None: on disk
-        if self._output is not None:
-            spans: Sequence[Span] = (self._output.load() or {"spans": []})["spans"]
-            self._held.update(((first, last), None) for first, last in spans)
-
-    @property
-    def spans(self) -> list[Span]:
-        return sorted(self._held)
-
-    def __enter__(self) -> "_Early":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._output is not None:
-            if not self._held:
-                self._output.remove()
-            self._output.__exit__()
-
-    def add(self, rows: Rows) -> None:
-        span = rows.first, rows.last
-        self._held[span] = rows if self._output is None else None
-        if self._output is not None:
-            publish(self._output.path / _name(span), rows.counts.tobytes() + rows.text, RESUME)
-            self._commit()
-
-    def take(self, span: Span, num_counts: int) -> Rows:
-        rows = self._held[span]
-        if rows is None:
-            assert self._output is not None
-            data = (self._output.path / _name(span)).read_bytes()
-            counts = np.frombuffer(data, np.int64, num_counts)
-            rows = Rows(*span, data[counts.nbytes :], counts)
-        return rows
-
-    def drop_before(self, position: int) -> None:
-        """Forget rows that are saved in the output, or that it has passed."""
-        past = [span for span in self._held if span[0] < position]
-        for span in past:
-            del self._held[span]
-        if past and self._output is not None:
-            self._commit()
-            for span in past:
-                (self._output.path / _name(span)).unlink()
-
-    def _commit(self) -> None:
-        assert self._output is not None
-        sizes = {_name(span): (self._output.path / _name(span)).stat().st_size for span in self._held}
-        self._output.commit({"spans": self.spans}, sizes)
-
-
-def _name(span: Span) -> str:
-    return f"{span[0]}-{span[1]}"
+def _remove(outputs: Sequence[Path], reports: Sequence[Path]) -> None:
+    """Remove outputs, their progress and the reports, unless another process is writing them."""
+    for out in outputs:
+        with PartialOutput(out, {}, rebuild=True):
+            if partial_folder(early_file(out)).exists():
+                with PartialOutput(early_file(out), {}, rebuild=True):
+                    pass
+            forget_finished(out)
+    for report in reports:
+        report.unlink(missing_ok=True)
 
 
 class _Work:
@@ -317,20 +251,25 @@ class _Work:
     def __init__(
         self,
         trained: TrainedClassifier,
-        file: "TextOutput | _Stdout",
+        file: TextOutput | Stdout,
         num_reads: int,
         group: int,
+        sides: Sequence[FilteredReads] = (),
     ) -> None:
-        self.file, self.num_reads, self.group = file, num_reads, group
+        self.file, self.num_reads, self.group, self._sides = file, num_reads, group, sides
         self.assignments = assignments = Assignments(trained.classes)
-        saved = file.saved or {"counts": [0] * len(assignments)}
+        saved = file.saved or {"counts": [0] * len(assignments), "evidence": None}
         self.counts: NDArray[np.int64] = np.array(saved["counts"], np.int64)
+        known = saved["evidence"]
+        self._evidence = EvidenceSum(
+            Evidence.none(len(trained.classes)) if known is None else Evidence.from_text(known)
+        )
         self._before = int(self.counts.sum())
         self._started = time.perf_counter()
 
     def run(
         self,
-        early: _Early,
+        early: EarlyRows,
         results: Callable[[Sequence[Span]], Iterator[Rows]],
         progress: Progress,
         *,
@@ -338,7 +277,7 @@ class _Work:
     ) -> bool:
         """Write `results`, which are the rows of ranges of reads; whether all are written."""
         if self.file.saved is None:
-            self.file.write(HEAD)
+            self.file.write(head_of(self.file.out))
         early.drop_before(self.position)
         self._started = saved = time.perf_counter()
         progress(self.position)
@@ -356,16 +295,21 @@ class _Work:
         if self.position < self.num_reads:
             self._save(early)
             return False
+        for side in self._sides:
+            side.finish(self.num_rows)
         self.file.finish(self.state())
         early.drop_before(self.position)
         return True
 
-    def write_report(self, report: Path, *, replace: bool = False) -> None:
-        """The Kraken-style report; one that exists must be the same, unless it is to be replaced."""
-        text = kraken_report(self.assignments, self.counts.tolist()).encode()
-        if not replace and report.exists() and report.read_bytes() != text:
-            raise already_exists(report)
-        publish(report, text)
+    def write_reports(self, reports: SampleReports, *, replace: bool = False) -> None:
+        """The reports of all rows."""
+        evidence = self._evidence.total()
+        if reports.reports and evidence.num_merged:
+            say(
+                f"{self.file.out}: {evidence.num_merged:,} reads count for their most probable class only: their "
+                f"classes are more than {MOST_SETS:,} different sets"
+            )
+        reports.write(self.assignments, self.counts.tolist(), evidence, replace=replace)
 
     @property
     def num_rows(self) -> int:
@@ -392,19 +336,24 @@ class _Work:
         )
 
     def state(self) -> dict[str, object]:
-        return {"counts": self.counts.tolist()}
+        return {"counts": self.counts.tolist(), "evidence": self._evidence.total().to_text()}
 
     def _add(self, rows: Rows) -> None:
+        for side in self._sides:
+            side.add(rows.first // self.group, rows.is_classified)
         self.file.write(rows.text)
         self.counts += rows.counts
+        self._evidence.add(rows.evidence)
 
-    def _add_early(self, early: _Early) -> None:
+    def _add_early(self, early: EarlyRows) -> None:
         """The rows whose turn has come."""
         for span in early.spans:
             if span[0] == self.position:
-                self._add(early.take(span, len(self.counts)))
+                self._add(early.take(span))
 
-    def _save(self, early: _Early) -> None:
+    def _save(self, early: EarlyRows) -> None:
+        for side in self._sides:
+            side.save(self.num_rows)
         self.file.save(self.state())
         early.drop_before(self.position)
 

@@ -351,7 +351,13 @@ def classify(
     reads: ReadFiles,
     out: Annotated[
         Path,
-        typer.Option("--out", "--output", "-o", help="TSV, gzipped if it ends in .gz; - is stdout.", metavar="FILE"),
+        typer.Option(
+            "--out",
+            "--output",
+            "-o",
+            help="TSV; in Kraken 2's format if it ends in .kraken, a CAMI binning if in .binning; - is stdout.",
+            metavar="FILE",
+        ),
     ],
     model: Annotated[
         str | None, typer.Option(help="Model of the run.", show_default="the best on validation", metavar="NAME")
@@ -367,8 +373,21 @@ def classify(
         ),
     ] = 0.5,
     report: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--report",
+            "--kraken-output",
+            help="Also write a Kraken 2-style report (a CAMI profile if it ends in .profile), and abundances.",
+            metavar="FILE",
+        ),
+    ] = None,
+    classified_out: Annotated[
         Path | None,
-        typer.Option("--report", "--kraken-output", help="Also write a Kraken 2-style report.", metavar="FILE"),
+        typer.Option(help="Also write the classified reads; # stands for _1 and _2, the mates.", metavar="FILE"),
+    ] = None,
+    unclassified_out: Annotated[
+        Path | None,
+        typer.Option(help="Also write the unclassified reads, the same way.", metavar="FILE"),
     ] = None,
     memory: Annotated[
         str, typer.Option(help="Memory budget of the reads, in addition to the model.", metavar="SIZE")
@@ -407,7 +426,8 @@ def classify(
     with interruptible() as stop:
         done = predict(
             run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
-            report=report, memory=memory, index_dir=index_dir,
+            report=list(report or []), classified_out=classified_out, unclassified_out=unclassified_out, memory=memory,
+            index_dir=index_dir,
             force=force, engine=Engine(engine, address, workers), watch=watch, stop=stop,
         )  # fmt: skip
     if as_json:
@@ -418,7 +438,7 @@ def classify(
         remedy = "" if is_stdout else "; progress saved; run the same command to resume"
         finish(f"{out}: {count} so far; interrupted{remedy}")
         raise typer.Exit(130)
-    taxa = f"; report in {report}" if report else "; --report also writes a report of the taxa"
+    taxa = f"; report in {' and '.join(map(str, report))}" if report else "; --report also writes a report of the taxa"
     speed = f"; {done.reads_per_s:,.0f} reads/s" if done.num_resumed < done.num_rows else ""
     finish(f"{out}: {count}{speed}{taxa}", "view", run)
 

@@ -22,6 +22,7 @@ KEY, FILE = "class_id", "file"
 TAX_ID = ("tax_id", "taxid", "taxon_id")  # columns of tax ids
 _NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
 _NULLS = ("", "NA", "N/A", "#N/A", "null", "NULL", "NaN", "nan")  # in a column of numbers
+_LENGTH = ("genome_length", "length")
 
 
 class DataFrame(Protocol):
@@ -303,12 +304,25 @@ class Classes:
         """At each rank, the number of each class's taxon."""
         return {rank.name: rank.of_class for rank in self.ranks}
 
+    @property
+    def genome_lengths(self) -> NDArray[np.float64] | None:
+        """The mean length of the genomes of each class, in bases; None unless it is known of all."""
+        name = next((name for name in _LENGTH if name in self.mapping.labels), None)
+        if name is None:
+            return None
+        values = self.mapping.column(name).to_pylist()
+        if not all(isinstance(value, int | float) and value > 0 for value in values):
+            return None
+        return np.array(values, np.float64)
+
     def card(self) -> dict[str, Any]:
         """Their entries on the data card of a run; `classes_from_card` restores them."""
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"class_id": class_id, **asdict(taxon), **{rank.name: int(rank.of_class[label]) for rank in self.ranks}}
             for label, (class_id, taxon) in enumerate(zip(self.mapping.ids.tolist(), self.taxa, strict=True))
         ]
+        if (lengths := self.genome_lengths) is not None:
+            rows = [{**row, _LENGTH[0]: length} for row, length in zip(rows, lengths.tolist(), strict=True)]
         return {"classes": rows, "ranks": {rank.name: [asdict(taxon) for taxon in rank.taxa] for rank in self.ranks}}
 
 
@@ -339,7 +353,8 @@ def classes_from_card(card: Mapping[str, object]) -> Classes:
     """The classes on the data card of a run, without its mapping and taxonomy files."""
     rows = cast("list[dict[str, Any]]", card["classes"])
     ranks = cast("dict[str, list[dict[str, Any]]]", card["ranks"])
-    columns = {name: [row[name] for row in rows] for name in ("class_id", "name", "tax_id")}
+    names = ["class_id", "name", "tax_id", *([_LENGTH[0]] if rows and _LENGTH[0] in rows[0] else [])]
+    columns = {name: [row[name] for row in rows] for name in names}
     return Classes(
         load_mapping(columns),
         [Taxon(row["name"], row["tax_id"]) for row in rows],

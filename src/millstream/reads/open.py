@@ -278,14 +278,28 @@ class HeaderNames:
         return {NAME: header_names(self.parts, batch.numbers)}
 
 
-def header_names(parts: Sequence[Part], numbers: Numbers) -> list[str]:
-    """The first word of the header of each read."""
+def read_lengths(parts: Sequence[Part], numbers: Numbers) -> Numbers:
+    """The length of each read, in bases."""
+    lengths = np.empty(len(numbers), np.int64)
+    for part, rows, here in by_part(parts, numbers):
+        lengths[here] = part.lengths(rows)
+    return lengths
+
+
+def by_part(parts: Sequence[Part], numbers: Numbers) -> Iterator[tuple[Part, Numbers, Numbers]]:
+    """For each part that has some of these records, its rows and their places among `numbers`."""
     starts = np.cumsum([0, *(part.records for part in parts)])
     owner = np.searchsorted(starts, numbers, side="right") - 1
+    for place in np.unique(owner).tolist():
+        (here,) = np.nonzero(owner == place)
+        yield parts[place], numbers[here] - starts[place], here
+
+
+def header_names(parts: Sequence[Part], numbers: Numbers) -> list[str]:
+    """The first word of the header of each read."""
     names = np.empty(len(numbers), object)
-    for place in map(int, np.unique(owner)):
-        here = owner == place
-        names[here] = parts[place].names_of(numbers[here] - starts[place])
+    for part, rows, here in by_part(parts, numbers):
+        names[here] = part.names_of(rows)
     return names.tolist()
 
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import config_hash, parse_bytes, read_settings
@@ -19,12 +18,23 @@ from millstream.core.memory import Heap
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
-from millstream.reads.classifiers.nets import ReadPredictions
+from millstream.reads.classifiers.nets import PLAUSIBLE, ReadPredictions
+from millstream.reads.evidence import MOST, Evidence
 from millstream.reads.kind import ReadSettings
 from millstream.reads.kraken import Assignments
 from millstream.reads.mapping import Classes, classes_from_card
-from millstream.reads.open import NAME, Paths, first_of, name_feature, open_files, read_files, shared_names
+from millstream.reads.open import (
+    NAME,
+    Paths,
+    first_of,
+    name_feature,
+    open_files,
+    read_files,
+    read_lengths,
+    shared_names,
+)
 from millstream.reads.reads import Part
+from millstream.reads.rows import RowFormat, Rows, joined_rows
 from millstream.training.devices import ScoringDevice
 from millstream.training.folder import CONFIG, WEIGHTS, JobKey, card_kind, finished_jobs, job_folder, load, load_run
 from millstream.training.log import read_lines
@@ -130,24 +140,18 @@ class ReadSource:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of the reads from `first` to before `last`, and how many have each assignment."""
-
-    first: int
-    last: int
-    text: bytes
-    counts: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class ScoreSettings:
-    """`group` neighbouring reads get one row: 1, or 2 that are mates. `where` names the reads in messages."""
+    """`group` neighbouring reads get one row: 1, or 2 that are mates. `where` names the reads in messages.
+
+    `kind` is how rows are written.
+    """
 
     group: int
     threshold: float
     memory: int
     batch_size: int | None
     where: str
+    kind: str = ""
 
 
 class Scorer:
@@ -163,19 +167,16 @@ class Scorer:
         parts: Sequence[Part],
         settings: ScoreSettings,
     ) -> None:
-        self._collection, self._settings = collection, settings
+        self._collection, self._parts, self._settings = collection, parts, settings
         group, memory = settings.group, settings.memory
         self._assignments = Assignments(trained.classes)
-        self._predict = ReadPredictions(trained.classes.taxa_by_rank, group)
+        self._predict = ReadPredictions(trained.classes.taxa_by_rank, group, MOST)
         self._model, self._net = trained.restore(collection, memory=memory)
         self._features = [*self._model.scoring, name_feature(parts)]
         most = max((settings.batch_size or self._model.at_once) // group, 1) * group
         size = fitting_batch(collection, self._features, memory=memory // 2, at_most=most)
         self.size = -(-size // group) * group  # reads per batch
-        rows = zip(self._assignments.class_ids, self._assignments.taxa, self._assignments.ranks, strict=True)
-        self._middles = [  # of a row, from class to rank
-            f"\t{own}\t{taxon.tax_id}\t{' '.join(taxon.name.split())}\t{rank}\t" for own, taxon, rank in rows
-        ]
+        self._format = RowFormat(settings.kind, self._assignments)
 
     def rows(self, first: int, last: int) -> Iterator[Rows]:
         """The rows of a range of reads, batch by batch."""
@@ -205,11 +206,22 @@ class Scorer:
             names = shared_names(names, first=first // 2, where=self._settings.where)
         with torch.inference_mode():
             predictions = self._predict(self._net, self._model.fabric.to_device(batch))
+        plausible = [predictions.pop(name).cpu().numpy() for name in PLAUSIBLE]
         numbers, probabilities = self._assignments.choose(predictions, self._settings.threshold)
-        middles = self._middles
-        rows = zip(names, numbers.tolist(), probabilities.tolist(), strict=True)
-        text = "".join([f"{name}{middles[number]}{likely:.4f}\n" for name, number, likely in rows]).encode()
-        return Rows(first, last, text, np.bincount(numbers, minlength=len(self._assignments)))
+        lengths = self._lengths(first, last) if self._format.needs_lengths else []
+        text = self._format.text(names, numbers, probabilities, lengths)
+        is_classified = numbers != self._assignments.unclassified
+        counts = np.bincount(numbers, minlength=len(self._assignments))
+        classes, likely = (values[is_classified] for values in plausible)
+        evidence = Evidence.of(classes, likely, len(self._assignments.classes))
+        return Rows(first, last, text, counts, is_classified, evidence)
+
+    def _lengths(self, first: int, last: int) -> list[str]:
+        """The length of each read; of a pair `100|98`."""
+        numbers = self._collection.record_numbers(np.arange(first, last))
+        lengths = list(map(str, read_lengths(self._parts, numbers).tolist()))
+        group = self._settings.group
+        return ["|".join(lengths[at : at + group]) for at in range(0, len(lengths), group)]
 
 
 class ClassifyWorker:
@@ -224,9 +236,7 @@ class ClassifyWorker:
         self._scorer = Scorer(trained, collection, parts, settings)
 
     def do(self, span: tuple[int, int]) -> Rows:
-        parts = list(self._scorer.rows(*span))
-        counts = np.sum([part.counts for part in parts], axis=0)
-        return Rows(*span, b"".join(part.text for part in parts), counts)
+        return joined_rows(list(self._scorer.rows(*span)))
 
     def close(self) -> None:
         """Nothing to close."""

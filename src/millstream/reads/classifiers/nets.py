@@ -20,6 +20,7 @@ from millstream.training.task import Batch, Moments, Net
 # P positions after pooling, W width
 
 CLASS, PROBABILITY = "class", "probability"
+PLAUSIBLE = ("plausible_class", "plausible_probability")
 VALUES = 1 << 19  # of a table per step: each step makes several copies of them, some in float64
 NEVER = -1e4  # the bias of a class without training reads
 LEAST_KMERS = 3.0  # of the class, in a read that is assigned to it
@@ -62,11 +63,13 @@ class TokenNet(ReadNet):
 class ReadPredictions:
     """A net's logits -> the class of each read, or of each read pair (`mates=2`), and its taxon at each rank.
 
-    `ranks` has the taxon of each class, by number, at each rank; -1 for none.
+    `ranks` has the taxon of each class, by number, at each rank; -1 for none. With `plausible`, also the classes that
+    are the most probable, [B, plausible] or as many as there are, from the highest.
     """
 
     ranks: Mapping[str, NDArray[np.int64]]
     mates: int = 1
+    plausible: int = 0
 
     def __call__(self, net: Net, batch: Batch) -> dict[str, Tensor]:
         """The most probable class and its probability; and the same for the taxa of each rank, summed over classes.
@@ -82,6 +85,9 @@ class ReadPredictions:
             found_BC = (found_BMC * weight_BM[:, :, None]).sum(dim=1) / weight_BM.sum(dim=1, keepdim=True)
         probability_B, class_B = found_BC.max(dim=1)
         found = {CLASS: class_B.int(), PROBABILITY: probability_B * is_supported_B}
+        if self.plausible:
+            likely_BK, class_BK = found_BC.topk(min(self.plausible, found_BC.shape[1]), dim=1)
+            found |= dict(zip(PLAUSIBLE, (class_BK, likely_BK), strict=True))
         for name, of_class in self.ranks.items():
             taxon_C = torch.as_tensor(of_class, device=found_BC.device)
             sums_BG = found_BC.new_zeros(len(found_BC), int(of_class.max()) + 2)
