@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
 DEMO = ("graph", "llm", "reads", "report", "train", "view")
-DEV = (*DEMO, "cloud", "dev", "docs", "lora", "ray")
+DEV = (*DEMO, "bam", "cloud", "dev", "docs", "lora", "ray")
 BUILD = "hatchling\neditables\n"  # pip installs millstream without fetching what builds it
 TORCH = re.compile(r"torch$|(nvidia|cuda)-|triton$")
 PYTHONS = ("3.11", "3.12", "3.13")

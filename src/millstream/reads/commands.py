@@ -251,13 +251,19 @@ def index(
 def pack(
     paths: Annotated[
         list[str],
-        typer.Argument(help="FASTA or FASTQ files, then the file or folder to write.", metavar="SOURCE... OUT"),
+        typer.Argument(
+            help="FASTA, FASTQ (also bz2, xz), BAM, CRAM, folders or - (stdin), then the file or folder to write.",
+            metavar="SOURCE... OUT",
+        ),
     ],
     header_regex: Regex = None,
     columns: Columns = None,
     on_mismatch: Mismatch = "error",
     names: Annotated[bool, typer.Option(help="Keep the header lines.")] = True,
     quality: Annotated[bool, typer.Option(help="Keep the base qualities of FASTQ.")] = True,
+    reference: Annotated[
+        Path | None, typer.Option(help="FASTA that a CRAM was compressed with.", metavar="FILE", parser=parse_path)
+    ] = None,
     salvage: Salvage = False,
     unverified: Unverified = False,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Start over and replace OUT.")] = False,
@@ -269,6 +275,7 @@ def pack(
     """Pack reads into one file of 2 bits per base.
 
     Any read can then be fetched at memory speed.
+    Of BAM and CRAM, reads are packed as they were sequenced; their read groups become a column.
     If OUT is a folder, every file gets a pack of its own in it. --engine ray packs files on many machines.
     Run the same command again to resume.
     """
@@ -289,10 +296,10 @@ def pack(
     if out == "-":
         raise BadSetting("-: a packed file is not written from beginning to end. Choose a file, such as reads.pack")
     where, is_folder = Engine(engine, address, workers), out.endswith("/") or to_path(out).is_dir()
-    files = [file for source in sources for file in expand(source)]
+    files = [file for source in sources for file in expand(source, in_order=True)]
     settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
     size = sum(file.stat().st_size for file in files if file.exists())
-    write = partial(write_pack, settings=settings, names=names, quality=quality, rebuild=rebuild)
+    write = partial(write_pack, settings=settings, names=names, quality=quality, reference=reference, rebuild=rebuild)
     with redirect_stdout(sys.stderr), progress("pack", size, unit="bytes") as update:
         if is_folder:
             packs = pack_each(files, to_path(out), write=write, rebuild=rebuild, engine=where, progress=update)

@@ -26,6 +26,7 @@ from millstream.core.remote import RemotePath, is_url, to_path
 from millstream.errors import BadIndex, BadSource, EngineError, MillstreamError
 from millstream.reads.files import ReadFile
 from millstream.reads.files.columns import outdated_column
+from millstream.reads.files.in_order import ENDINGS, STDIN
 from millstream.reads.files.index import SUFFIX, IndexSettings, build_index, find_index, load_index, settings_of
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
@@ -49,13 +50,15 @@ def watch_index(path: Path, memory: int | str | None = None) -> AbstractContextM
     return progress(f"index {path.name}", path.stat().st_size, unit="bytes", memory=held)
 
 
-def expand(path: str | Path) -> list[Path]:
+def expand(path: str | Path, *, in_order: bool = False) -> list[Path]:
     """The read files at a path: a file, or the read files in a folder or matching a pattern. Recognised by content.
 
-    Packs count if there are no other reads.
+    Packs count if there are no other reads. `in_order`: also what can only be read once, into a pack.
     """
     place = to_path(path)
-    if str(path) == "-":
+    if str(path) == STDIN:
+        if in_order:
+            return [place]
         raise BadSource("-: reads are fetched in any order, which stdin cannot do. Save them first: cat > reads.fa")
     if isinstance(place, RemotePath):
         files = _objects_at(place)
@@ -67,7 +70,8 @@ def expand(path: str | Path) -> list[Path]:
         files = [Path(file) for file in sorted(glob.glob(str(path)))]
     else:
         return [place]
-    found = [file for file in files if file.name.lower().endswith(READ_NAMES) or looks_like_reads(file)]
+    names = (*READ_NAMES, *ENDINGS) if in_order else READ_NAMES
+    found = [file for file in files if file.name.lower().endswith(names) or looks_like_reads(file)]
     found = found or [file for file in files if is_named_pack(file)]  # packs are usually of the files beside them
     if not found:
         raise BadSource(f"{path}: no FASTA or FASTQ files there")

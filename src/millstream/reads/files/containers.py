@@ -1,4 +1,4 @@
-"""A read file as one stream of text: plain, gzip, BGZF or zstd, recognised by content.
+"""A read file as one stream of text: plain, gzip, BGZF or zstd, and what is only packed; recognised by content.
 
 Reading the stream also records its blocks: the places where decoding can start.
 """
@@ -15,17 +15,26 @@ from millstream.core.console import quoted
 from millstream.core.record import Bytes, crc32c
 from millstream.core.remote import read_range
 from millstream.errors import BadSource, MissingExtra
+from millstream.reads.files.in_order import alignments_text, bzip2_text, xz_text
 from millstream.reads.files.inflate import Inflate, ahead, bgzf_size, decode_bgzf, fast_zlib
 
 T = TypeVar("T")
-Kind = Literal["plain", "gzip", "bgzf", "zstd"]
+Kind = Literal["plain", "gzip", "bgzf", "zstd", "bzip2", "xz", "alignments"]
 POINT_BYTES = 1 << 20  # then the next block that starts at a whole byte: every 2 to 3 MB, 5 ms to decode
 MAX_FRAME_BYTES = 64 << 20  # a larger zstd frame is too much to decode for one read
 _READ_BYTES = 1 << 20
 _BGZF_BYTES = 1 << 16  # of text in a block
 _ZSTD, _SKIPPABLE = 0xFD2FB528, 0x184D2A5
 _HAS_CHECKSUM = 4  # in the descriptor of a zstd frame
-_REFUSED = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"PK\x03\x04": "a zip archive", b"BAM\1": "BAM", b"CRAM": "CRAM"}
+_IN_ORDER: dict[bytes, tuple[Kind, str]] = {  # read only once, from front to back
+    b"BZh": ("bzip2", "bzip2"),
+    b"\xfd7zXZ\0": ("xz", "xz"),
+    b"BAM\1": ("alignments", "BAM"),
+    b"CRAM": ("alignments", "CRAM"),
+    b"@HD\t": ("alignments", "SAM"),
+    b"@SQ\t": ("alignments", "SAM"),
+}
+_ZIP = b"PK\x03\x04"
 
 
 class Block(NamedTuple):
@@ -50,19 +59,32 @@ class MixedGzip(Exception):
     """A file starts as BGZF and continues as ordinary gzip: read all of it as gzip."""
 
 
-def sniff(path: Path) -> Kind:
-    """The compression of a file, from its first bytes."""
-    head = read_range(path, 0, 18)
-    for magic, name in _REFUSED.items():
-        if head.startswith(magic):
-            remedy = f"; convert it: samtools fastq {quoted(path)} > reads.fq" if name in ("BAM", "CRAM") else ""
-            raise BadSource(
-                f"{path}: is {name}; must be FASTA or FASTQ, plain or compressed with gzip, BGZF or zstd{remedy}"
-            )
+def sniff(path: Path, *, in_order: bool = False) -> Kind:
+    """The compression of a file, from its first bytes; `in_order`: it is read only once, into a pack."""
+    return sniff_head(path, read_range(path, 0, _BGZF_BYTES if in_order else 18), in_order=in_order)
+
+
+def sniff_head(path: Path, head: bytes, *, in_order: bool) -> Kind:
+    """The same, of a file with these first bytes."""
+    if head.startswith(_ZIP):
+        raise BadSource(
+            f"{path}: is a zip archive; must be FASTA or FASTQ, plain or compressed with gzip, BGZF or zstd"
+        )
     if head[:2] == b"\x1f\x8b":
-        return "bgzf" if bgzf_size(head) else "gzip"
+        is_bam = in_order and zlib.decompressobj(31).decompress(head, 4) == b"BAM\1"
+        return "alignments" if is_bam else "bgzf" if bgzf_size(head) else "gzip"
+    for magic, (kind, name) in _IN_ORDER.items():
+        if head.startswith(magic):
+            if not in_order:
+                raise BadSource(f"{path}: is {name}, which has no random access. {pack_first(path)}")
+            return kind
     number = int.from_bytes(head[:4], "little")
     return "zstd" if number == _ZSTD or number >> 4 == _SKIPPABLE else "plain"
+
+
+def pack_first(path: Path) -> str:
+    """The remedy for a file that can only be read from front to back."""
+    return f"Pack it first: millstream pack {quoted(path)} reads.pack"
 
 
 def open_stream(
@@ -73,16 +95,25 @@ def open_stream(
     points: bool = True,
     point_bytes: int = POINT_BYTES,
     frame_bytes: int = MAX_FRAME_BYTES,
+    reference: Path | None = None,
 ) -> "Stream":
     """The text of a file from its start. The caller closes `raw`, the bytes of the file.
 
     With `points`, a gzip file gets a seek point about every `point_bytes` of text; without them it is decoded twice as
-    fast. A zstd frame of more than `frame_bytes` of text is an error.
+    fast. A zstd frame of more than `frame_bytes` of text is an error. `reference` is that of a CRAM.
     """
     if kind == "plain":
         return PlainStream(raw)
-    pieces = {"gzip": _gzip if points else _gzip_once, "bgzf": _bgzf, "zstd": _zstd}[kind]
-    return DecodedStream(_RawFile(path, raw, point_bytes=point_bytes, frame_bytes=frame_bytes), pieces)
+    pieces = {
+        "gzip": _gzip if points else _gzip_once,
+        "bgzf": _bgzf,
+        "zstd": _zstd,
+        "bzip2": bzip2_text,
+        "xz": xz_text,
+        "alignments": alignments_text,
+    }[kind]
+    file = _RawFile(path, raw, point_bytes=point_bytes, frame_bytes=frame_bytes, reference=reference)
+    return DecodedStream(file, pieces)
 
 
 def decode_frame(data: bytes, *, size: int) -> bytes:
@@ -129,8 +160,10 @@ class PlainStream:
 class _RawFile:
     """The raw bytes of a file, in order, and what its decoder has found."""
 
-    def __init__(self, path: Path, source: RawIOBase, *, point_bytes: int, frame_bytes: int) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, source: RawIOBase, *, point_bytes: int, frame_bytes: int, reference: Path | None
+    ) -> None:
+        self.path, self.reference = path, reference
         self._source = source
         self.point_bytes = point_bytes
         self.frame_bytes = frame_bytes

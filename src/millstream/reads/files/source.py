@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,10 @@ from millstream.reads.files.containers import (
     MixedGzip,
     Stream,
     open_stream,
+    pack_first,
     sniff,
 )
+from millstream.reads.files.in_order import Stdin
 from millstream.reads.files.inflate import ahead
 from millstream.reads.files.scanner import START, Format, ScanError, Scanned, Scanner
 
@@ -44,6 +47,7 @@ class SourceScan:
     """Scans a file buffer by buffer. `format`, `end` and `damage` are final once it is exhausted.
 
     With `salvage`, a damaged file ends where its checksums no longer verify its text; with `unverified`, at the damage.
+    `stdin` is read instead of the file `-`.
     """
 
     def __init__(
@@ -56,6 +60,8 @@ class SourceScan:
         points: bool = True,
         limits: ScanLimits | None = None,
         command: str = "",
+        stdin: Stdin | None = None,
+        reference: Path | None = None,
     ) -> None:
         limits = limits or ScanLimits()
         self.path = path
@@ -71,11 +77,14 @@ class SourceScan:
         self._limits = limits
         self._command = command or f"millstream index {quoted(path)}"  # which --salvage is added to
         self._buffer_bytes = limits.buffer_bytes
-        self._raw = open_raw(path)
-        self._before = self._raw.info if isinstance(self._raw, RemoteStream) else os.fstat(self._raw.fileno())
-        self.stream = open_stream(
-            path, kind, self._raw, points=points, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes
+        self._raw = open_raw(path) if stdin is None else stdin
+        self._before = None
+        if stdin is None:
+            self._before = self._raw.info if isinstance(self._raw, RemoteStream) else os.fstat(self._raw.fileno())
+        self._open_stream = partial(
+            open_stream, path, kind, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes, reference=reference
         )
+        self.stream = self._open_stream(self._raw, points=points)
         self._scans: Generator[Scanned] | None = None
 
     def __iter__(self) -> Generator[Scanned]:
@@ -94,6 +103,8 @@ class SourceScan:
 
     def fingerprint(self) -> "Fingerprint":
         """The fingerprint of the file, once all of it has been read; StaleIndex if it has changed since."""
+        if self._before is None:
+            return Fingerprint(self.stream.raw, 0, 0, self.stream.crc32c)
         after = self.path.info() if isinstance(self.path, RemotePath) else self.path.stat()
         if version_of(after) != version_of(self._before):
             raise StaleIndex(f"{self.path}: changed while it was being read. Try again once it is complete")
@@ -177,7 +188,7 @@ class SourceScan:
         The checksum of a gzip member comes after its text: only a pass over the whole file tells.
         """
         with open_raw(self.path) as raw:
-            stream = open_stream(self.path, self.kind, raw, points=False, frame_bytes=self._limits.frame_bytes)
+            stream = self._open_stream(raw, points=False)
             try:
                 _exhaust(stream)
             finally:
@@ -273,7 +284,7 @@ def _sniff_format(path: Path, head: Bytes, stream: Stream) -> Format:
     text = bytes(head[:65536])
     name = "BAM" if text.startswith(b"BAM\1") else "SAM" if _SAM.match(text) else None
     if name:
-        raise BadSource(f"{path}: is {name}, not FASTA or FASTQ. Convert it: samtools fastq {quoted(path)} > reads.fq")
+        raise BadSource(f"{path}: is {name}, not FASTA or FASTQ. {pack_first(path)}")
     if b"\r" in text[:-1] and b"\n" not in text:
         raise BadSource(
             f"{path}: its lines end in CR without LF. Convert it: tr '\\r' '\\n' < {quoted(path)} > reads.fa"

@@ -8,6 +8,7 @@ from pathlib import Path
 from millstream.core.console import Progress, say, silent
 from millstream.core.engine import Engine
 from millstream.errors import BadSetting, BadSource, EngineError
+from millstream.reads.files.in_order import ENDINGS, is_stdin
 from millstream.reads.open import READ_NAMES
 from millstream.reads.pack import SUFFIX
 from millstream.reads.pack.writer import PackSummary
@@ -99,7 +100,10 @@ def _beyond(start: int, progress: Progress) -> Progress:
 
 def _jobs(sources: Sequence[Path], folder: Path) -> list[PackJob]:
     jobs: dict[Path, PackJob] = {}
-    for source in (source.absolute() for source in sources):
+    for given in sources:
+        if is_stdin(given):
+            raise BadSetting(f"-: a pack of stdin needs a name: millstream pack - {folder / 'reads.pack'}")
+        source = given.absolute()
         if not source.is_file():
             raise BadSource(f"{source}: {'is a folder' if source.is_dir() else 'no such file'}")
         out = folder.absolute() / f"{_stem(source.name)}{SUFFIX}"
@@ -111,5 +115,6 @@ def _jobs(sources: Sequence[Path], folder: Path) -> list[PackJob]:
 
 def _stem(name: str) -> str:
     """The name without the suffixes of read files."""
-    ending = max((end for end in READ_NAMES if name.lower().endswith(end)), key=len, default="")
+    names = [*READ_NAMES, *ENDINGS, *(name + end for name in READ_NAMES for end in ENDINGS)]
+    ending = max((end for end in names if name.lower().endswith(end)), key=len, default="")
     return name[: len(name) - len(ending)] or name

@@ -7,7 +7,7 @@ in them. A resumed run scans the text again, for the header columns, and packs f
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ from typing import Any
 import numpy as np
 
 from millstream.core.arguments import checked
-from millstream.core.console import Progress, say, silent
+from millstream.core.console import Progress, quoted, say, silent
 from millstream.core.engine import Engine
 from millstream.core.files import no_space
 from millstream.core.fingerprint import Fingerprint, samples_crc32c
 from millstream.core.outputs import RESUME, PartialOutput, partial_folder
 from millstream.core.record import crc32c
-from millstream.errors import BadSource, SourceError, StoreExists
+from millstream.errors import BadSetting, BadSource, SourceError, StoreExists
 from millstream.reads.files.columns import Pending
-from millstream.reads.files.containers import Kind, MixedGzip, sniff
+from millstream.reads.files.containers import Kind, MixedGzip, sniff, sniff_head
+from millstream.reads.files.in_order import READ_GROUPS, Stdin, is_stdin
 from millstream.reads.files.index import IndexLimits, IndexSettings, settings_of
 from millstream.reads.files.scanner import BASES, Scanned
 from millstream.reads.files.sections_writer import SectionsWriter
@@ -42,6 +43,7 @@ def pack(
     settings: IndexSettings | None = None,
     names: bool = True,
     quality: bool = True,
+    reference: Path | None = None,
     rebuild: bool = False,
     engine: Engine | None = None,
     progress: Progress = silent,
@@ -54,20 +56,33 @@ def pack(
     Without `names` the header lines are left out, without `quality` the base qualities of FASTQ. `settings.names`
     also builds a name table for many records. `rebuild` starts over and replaces `out`. Progress is saved every
     `commit_s` seconds. Workers of an `engine` pack one file each, and the packs are joined: the same bytes.
+
+    Reads of alignments (BAM, CRAM with the `reference` it needs, SAM) are packed as they were sequenced, with a column
+    `read_group` unless there is a header regex. The path `-` is stdin, which cannot be resumed.
     """
-    chosen = (settings or IndexSettings()).complete()
+    _check_files(sources)
+    has_stdin = any(map(is_stdin, sources))
+    if has_stdin and out.exists() and not rebuild:
+        raise StoreExists(f"{out}: already exists. Choose another name, or replace it with --rebuild")
+    stdin = Stdin() if has_stdin else None
+    kinds: list[Kind] = [_kind(path, stdin) for path in sources]
+    chosen = settings or IndexSettings()
+    if "alignments" in kinds and chosen.header_regex is None:
+        chosen = replace(chosen, header_regex=READ_GROUPS)
+    chosen = chosen.complete()
+    if has_stdin and chosen.salvage:
+        raise BadSetting("-: what to salvage is known after a first pass, which stdin cannot repeat. Save it first")
     terms = _terms(sources, chosen, names=names, quality=quality)
     if out.exists() and not rebuild:
         return _done(sources, out, terms, chosen, notify)
     out.parent.mkdir(parents=True, exist_ok=True)
-    kinds: list[Kind] = [sniff(path) for path in sources]
     limits = limits or IndexLimits()
     apart = PackParts(sources, out) if engine and engine.name != "local" and len(sources) > 1 else None
-    with _partial(out, terms, rebuild=rebuild or apart is not None) as journal, no_space(out, RESUME):
+    with _partial(out, terms, rebuild=rebuild or has_stdin or apart is not None) as journal, no_space(out, RESUME):
         try:
             is_done = False
             if engine and apart:
-                write = partial(pack, limits=limits)
+                write = partial(pack, limits=limits, reference=reference)
                 apart.write(write, chosen, quality=quality, rebuild=rebuild, engine=engine, progress=progress)
                 if apart.is_intact:
                     with SectionsWriter(out, folder=journal.path, advice=RESUME) as sections:
@@ -78,6 +93,7 @@ def pack(
             while not is_done:
                 with SectionsWriter(out, folder=journal.path, advice=RESUME) as sections:
                     packer = Packer(sections, chosen, journal, terms, limits, commit_s, progress)
+                    packer.stdin, packer.reference = stdin, reference
                     is_done = packer.pack(sources, kinds, notify)
         except SourceError:
             journal.remove()  # of no use, with that source
@@ -92,14 +108,34 @@ def _partial(out: Path, terms: Mapping[str, object], *, rebuild: bool) -> Partia
     return PartialOutput(out, terms, rebuild=rebuild, start_over="start over with --rebuild")
 
 
-def _terms(sources: Sequence[Path], settings: IndexSettings, *, names: bool, quality: bool) -> dict[str, object]:
-    """What must be the same for resuming an interrupted run."""
+def _check_files(sources: Sequence[Path]) -> None:
     if not sources:
         raise BadSource("no files to pack: millstream pack SOURCE... OUT")
+    for path in sources:
+        if not is_stdin(path) and not path.is_file():
+            raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+    if sum(map(is_stdin, sources)) > 1:
+        raise BadSetting("-: stdin can only be read once")
+
+
+def _kind(path: Path, stdin: Stdin | None) -> Kind:
+    """The compression of a source. Of stdin, BGZF is read as gzip: it cannot be read again if it turns out to be."""
+    if not is_stdin(path) or stdin is None:
+        return sniff(path, in_order=True)
+    kind = sniff_head(path, stdin.head, in_order=True)
+    if kind == "alignments":
+        raise BadSource(
+            "-: is BAM, CRAM or SAM. Pipe its reads: samtools fastq -T RG reads.bam | millstream pack - OUT"
+        )
+    return "gzip" if kind == "bgzf" else kind
+
+
+def _terms(sources: Sequence[Path], settings: IndexSettings, *, names: bool, quality: bool) -> dict[str, object]:
+    """What must be the same for resuming an interrupted run."""
     files: dict[str, object] = {}
     for number, path in enumerate(sources):
-        if not path.is_file():
-            raise BadSource(f"{path}: {'is a folder' if path.is_dir() else 'no such file'}")
+        if is_stdin(path):
+            continue
         stat = path.stat()
         file = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "samples_crc32c": samples_crc32c(path)}
         files[f"source {number} {path.name}"] = file
@@ -165,6 +201,8 @@ class Packer:
         self._is_cut = False  # the last record of this source is truncated
         self._raw = 0
         self._committed = time.monotonic()
+        self.stdin: Stdin | None = None
+        self.reference: Path | None = None  # of a CRAM
         self._safe: dict[str, Any] | None = None  # before the last record, which is truncated in a damaged file
 
     def pack(self, sources: Sequence[Path], kinds: list[Kind], notify: Callable[[str], None]) -> bool:
@@ -186,8 +224,17 @@ class Packer:
         self._num_headers = self._num_rows = 0
         self._is_cut = False
         salvage, unverified = self._settings.salvage, self._settings.unverified
+        command = f"millstream pack {quoted(path)} OUT" if kind in ("bzip2", "xz", "alignments") else ""
         with SourceScan(
-            path, kind, salvage=salvage, unverified=unverified, points=salvage, limits=self._limits
+            path,
+            kind,
+            salvage=salvage,
+            unverified=unverified,
+            points=salvage,
+            limits=self._limits,
+            command=command,
+            stdin=self.stdin if is_stdin(path) else None,
+            reference=self.reference,
         ) as source:
             for found, is_last in _with_last_marked(iter(source)):
                 self._scan(source, found, is_last=is_last)
