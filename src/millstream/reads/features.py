@@ -14,6 +14,7 @@ from millstream.core.kernels import kernel
 from millstream.core.order import mix, mix_words
 from millstream.errors import BadSource
 from millstream.reads.batch import ReadBatch
+from millstream.reads.qualities import QUALITY, qualities_of, token_qualities
 from millstream.reads.tokenizers import tokenizer
 from millstream.reads.tokenizers.kmers import (
     CODES,
@@ -21,6 +22,7 @@ from millstream.reads.tokenizers.kmers import (
     LARGEST_K,
     Bases,
     IdType,
+    Kmers,
     Numbers,
     Pad,
     Tokenizer,
@@ -31,7 +33,7 @@ from millstream.reads.tokenizers.kmers import (
 LOW = 0xFFFFFFFF
 CERTAIN = 1 << 32  # a draw is below this
 STRAND, CROP, PER_BASE = 0, 1, 2  # what a draw is for; of base i: 2 + 2 * i for its mask, one more for its value
-OTHER = "other_"
+OTHER, QUALITIES = "other_", "qualities"
 Buckets = NDArray[np.int32]
 STIR = 0x5D588B65
 LOW_31_BITS = 0x7FFFFFFF  # products of two such numbers fit into 62 bits: nothing overflows
@@ -51,6 +53,7 @@ def _complement() -> Bases:
 
 
 # byte -> byte
+SAME = np.arange(256, dtype=np.uint8)
 UPPER = np.array(list(bytes(range(256)).upper()), np.uint8)
 COMPLEMENT = _complement()
 
@@ -89,14 +92,32 @@ class Augment:
         if numbers.size != offsets.size - 1:
             raise ValueError(f"{numbers.size} record numbers for {offsets.size - 1} reads; must be one per read")
         flat, offsets = frozen(flat, offsets)
+        out, out_offsets, read = self._apply(flat, offsets, numbers, epoch, UPPER, COMPLEMENT[UPPER])
+        if read >= 0:
+            found = foreign_bytes(flat[offsets[read] : offsets[read + 1]], COMPLEMENT == 0)
+            raise BadSource(
+                f"read {read} of the batch (record {numbers[read]}) contains {found}, which has no complement; "
+                "protein and other text need reverse_complement=0"
+            )
+        return out, out_offsets
+
+    def apply_to_qualities(self, quality: Bases, offsets: Numbers, numbers: Numbers, *, epoch: int = 0) -> Bases:
+        """The qualities of the bases that `apply` gives, cropped and reversed as they are."""
+        quality, offsets = frozen(quality, offsets)
+        return replace(self, n="keep", mask=0.0)._apply(quality, offsets, numbers, epoch, SAME, SAME)[0]
+
+    def _apply(
+        self, flat: Bases, offsets: Numbers, numbers: Numbers, epoch: int, forward: Bases, backward: Bases
+    ) -> tuple[Bases, Numbers, int]:
+        """Characters translated by strand, offsets, and the first read without a translation, or -1."""
         out = np.empty(int(offsets[-1] - offsets[0]), np.uint8)
         out_offsets = np.zeros(offsets.size, np.int64)
         read = _augment(
             flat,
             offsets,
             record_keys(numbers, seed=self.seed, epoch=epoch),
-            UPPER,
-            COMPLEMENT[UPPER],
+            forward,
+            backward,
             ("keep", "random", "drop").index(self.n),
             int(offsets[-1]) if self.max_length is None else self.max_length,
             self.crop == "random",
@@ -105,13 +126,7 @@ class Augment:
             out,
             out_offsets,
         )
-        if read >= 0:
-            found = foreign_bytes(flat[offsets[read] : offsets[read + 1]], COMPLEMENT == 0)
-            raise BadSource(
-                f"read {read} of the batch (record {numbers[read]}) contains {found}, which has no complement; "
-                "protein and other text need reverse_complement=0"
-            )
-        return out[: out_offsets[-1]], out_offsets
+        return out[: out_offsets[-1]], out_offsets, read
 
 
 def record_keys(numbers: Numbers, *, seed: int, epoch: int) -> Numbers:
@@ -133,10 +148,11 @@ class TokenFeature:
     max_length: int | None
     pad: Pad
     dtype: IdType
+    qualities: bool = False
 
     @property
     def fields(self) -> list[str]:
-        return ["sequence", *self.columns]
+        return ["sequence", *([QUALITY] if self.qualities else []), *self.columns]
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
         """Depends only on seed, epoch and record: the same in any batch, order, thread or process."""
@@ -145,7 +161,13 @@ class TokenFeature:
         augment = replace(self.augment, seed=mix(self.augment.seed, seed)) if seed else self.augment
         flat, offsets = augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
         ids, mask = self.tokenizer.tokenize(flat, offsets, max_length=self.max_length, pad=self.pad, dtype=self.dtype)
-        return {"input_ids": ids, "attention_mask": mask, **{name: batch.columns[name] for name in self.columns}}
+        made: dict[str, object] = {"input_ids": ids, "attention_mask": mask}
+        if self.qualities:
+            assert isinstance(self.tokenizer, Kmers)
+            lines = augment.apply_to_qualities(qualities_of(batch), batch.offsets, batch.numbers, epoch=epoch)
+            of_tokens = {"k": self.tokenizer.k, "stride": self.tokenizer.stride}
+            made[QUALITIES] = token_qualities(*frozen(lines, offsets), width=ids.shape[1], **of_tokens)
+        return made | {name: batch.columns[name] for name in self.columns}
 
 
 @checked
@@ -161,6 +183,7 @@ def tokens(
     reverse_complement: bool | float = 0.0,
     mask: Probability = 0.0,
     n: Literal["keep", "random", "drop"] = "keep",
+    qualities: bool = False,
     seed: int = 0,
 ) -> TokenFeature:
     """Token ids of reads from a tokenizer (`"base"`, `"kmer(6)"`, `"hf(folder)"`), and these columns.
@@ -168,7 +191,8 @@ def tokens(
     `max_length` counts tokens. Before tokenization, a read longer than `crop_length` bases is cropped;
     `reverse_complement` (fraction of reads), `mask` (per-base rate of N) and `n` (what happens to an N) are drawn from
     (seed, epoch, record number); a loader's seed is mixed into this one. `spec` may also be your own object that
-    follows `millstream.reads.tokenizers.kmers.Tokenizer`.
+    follows `millstream.reads.tokenizers.kmers.Tokenizer`. With `qualities`, tokens of FASTQ come with `qualities`, the
+    lowest Phred value of the bases of each.
 
     >>> feature = ms.features.tokens("kmer(6)", columns=["label"], max_length=128, reverse_complement=0.5)
     >>> batch = next(iter(ms.Loader(reads, batch_size=4, features=feature)))  # input_ids, attention_mask, label
@@ -177,7 +201,13 @@ def tokens(
         max_length=crop_length, crop=crop, reverse_complement=reverse_complement, mask=mask, n=n, seed=seed
     )
     chosen = tokenizer(spec) if isinstance(spec, str) else spec
-    return TokenFeature(chosen, augment, tuple(columns), max_length, pad, dtype)
+    if qualities and not isinstance(chosen, Kmers):
+        raise ValueError(
+            f"qualities=True: the tokenizer must be base or kmer(k); tokens of {chosen.name} differ in length"
+        )
+    if qualities and n == "drop":
+        raise ValueError('qualities=True: bases would not have the qualities of their places; use n="keep" or "random"')
+    return TokenFeature(chosen, augment, tuple(columns), max_length, pad, dtype, qualities)
 
 
 @dataclass(frozen=True)

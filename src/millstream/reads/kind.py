@@ -123,6 +123,7 @@ USED_BY: Mapping[str, Sequence[str]] = {  # settings that have no effect on othe
     "layers": ("cnn", "transformer"),
     "tokenizer": ("lstm", "transformer", "hf"),
     "max_length": NETS,
+    "qualities": ("cnn",),
     "dropout": NETS,
     "reverse_complement": NETS,
     "hf": ("hf",),
@@ -164,14 +165,26 @@ class ReadSettings(LoopSettings):
     layers: Annotated[Count, "cnn, transformer: number of layers"] = 4
     tokenizer: Annotated[str, "lstm, transformer: kmer(6), hf(folder), ..."] = "auto"
     max_length: Annotated[
-        Count | None, "nets: maximum number of tokens per read (cnn: bases); longer reads are truncated"
+        Count | None,
+        "nets: maximum number of tokens (cnn: bases), default: of 1,000 bases; windows of longer reads vote",
     ] = None
+    qualities: Annotated[bool, "cnn: read base qualities, too"] = False
+    min_quality: Annotated[Natural, "bases of a lower Phred quality become N"] = 0
     hf: Annotated[str | None, "hf: name or folder of a transformers model"] = None
     lora: Annotated[Natural, "hf: rank of LoRA adapters; 0 freezes the model"] = 0
 
     def science(self) -> dict[str, object]:
-        """Without the paths of tables: their contents are part of the data."""
-        return {name: value for name, value in super().science().items() if name not in ("mapping", "taxonomy")}
+        """Without the paths of tables: their contents are part of the data. Older runs lack some settings."""
+        unset = {name for name in ("qualities", "min_quality") if not getattr(self, name)}
+        return {n: value for n, value in super().science().items() if n not in {"mapping", "taxonomy", *unset}}
+
+    @property
+    def needs_qualities(self) -> str:
+        """The setting that needs base qualities, for messages; empty if none does."""
+        has_cnn = "cnn" in (name.strip() for name in self.model.split(","))
+        return (
+            f"min_quality={self.min_quality}" if self.min_quality else "qualities=true" * (self.qualities and has_cnn)
+        )
 
     def unused(self, models: Sequence[str]) -> list[str]:
         """A sentence for each setting that was changed but has no effect on any of these classifiers."""

@@ -33,6 +33,7 @@ from millstream.reads.open import (
     read_lengths,
     shared_names,
 )
+from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import Part
 from millstream.reads.rows import RowFormat, Rows, joined_rows
 from millstream.training.devices import ScoringDevice
@@ -169,6 +170,7 @@ class Scorer:
     ) -> None:
         self._collection, self._parts, self._settings = collection, parts, settings
         group, memory = settings.group, settings.memory
+        check_qualities(parts, replace(trained.settings, model=trained.name).needs_qualities)
         self._assignments = Assignments(trained.classes)
         self._predict = ReadPredictions(trained.classes.taxa_by_rank, group, MOST)
         self._model, self._net = trained.restore(collection, memory=memory)

@@ -26,6 +26,7 @@ from millstream.reads.labels import are_by_file
 from millstream.reads.leaks import shared_sequences
 from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, open_reads, watch_index
+from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import Reads
 from millstream.training.study import Built, Fold, ModelSpec, NetModel
 from millstream.training.task import count_labels, label_slices, labels_of
@@ -175,6 +176,7 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
             if name in (*files, VAL):
                 raise BadSetting(f"data.test={settings.data.test}: two splits named {name}; rename a file")
             files[name] = _open(settings, place.strip(), memory)
+    check_qualities([part for reads in files.values() for part in reads.parts], settings.needs_qualities)
     counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
     train: Collection = files[TRAIN]
     if counts[TRAIN][UNKNOWN]:

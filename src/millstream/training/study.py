@@ -23,10 +23,19 @@ from millstream.training import LoopSettings
 from millstream.training.folder import CHECKPOINTS, JobKey
 from millstream.training.log import Log
 from millstream.training.loop import LATEST, SCORED_AT_ONCE, Clock, Job, Training, predict, seed_all
-from millstream.training.task import Arrays, FitResources, Model, Net, Outcome, Task, count_parameters, fitting_batch
+from millstream.training.task import (
+    Arrays,
+    FitResources,
+    Model,
+    Net,
+    Outcome,
+    Task,
+    count_parameters,
+    fitting_batch,
+    records_at_once,
+)
 
 NUM_EXAMPLES = 16
-PASS_BYTES = 4 << 20  # per activation: larger ones leave the cache, and malloc returns their pages every time
 
 
 class Interrupted(Exception):
@@ -141,8 +150,7 @@ class NetModel:
         some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
         example = next(iter(self.batches(collection.subset(some))))
         net = self.kit.build(example)
-        row_bytes = 4 * net.width * net.num_rows(example) / len(example["numbers"])
-        self.at_once = max(1, min(net.at_most, int(PASS_BYTES / max(row_bytes, 1))))
+        self.at_once = records_at_once(net, example, len(example["numbers"]))
         return net
 
     def prepare(self, net: Net, train: Collection, key: JobKey) -> None:

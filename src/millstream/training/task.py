@@ -18,6 +18,7 @@ from millstream.core.split import LABEL
 
 Batch = Mapping[str, Tensor]
 _COLUMNS = 1024  # of `Moments` at once: all at once leave the cache, and take ten times as long
+PASS_BYTES = 4 << 20  # per activation: larger ones leave the cache, and malloc returns their pages every time
 SMALLEST = 1e-5  # a smaller standard deviation is a constant, which must not be scaled up
 
 
@@ -175,13 +176,23 @@ class FitResources:
     threads: int | None = None  # of its loaders
 
 
+def records_at_once(net: Net, batch: Batch, count: int) -> int:
+    """How many records go through the net in one pass, if `count` like them are in this batch."""
+    row_bytes = 4 * net.width * net.num_rows(batch) / count
+    return max(1, min(net.at_most, int(PASS_BYTES / max(row_bytes, 1))))
+
+
 def fitting_batch(collection: Collection, features: Sequence[Feature], *, memory: int, at_most: int) -> int:
-    """`at_most`, or fewer if records are so large that a few batches would fill the memory."""
+    """`at_most`, or fewer if records are so large that a few batches would fill the memory.
+
+    A feature whose output is much larger than what it is made of says how much: `growth`.
+    """
     some = np.unique(np.linspace(0, len(collection) - 1, 32).astype(np.int64)) if len(collection) else np.zeros(0, int)
     named = [collection.field_names if feature.fields is None else feature.fields for feature in features]
     names = list(dict.fromkeys(name for names in named for name in names))
     largest = int(collection.sizes(some, names).max(initial=1))
-    return max(1, min(at_most, memory // 8 // largest))
+    growth = max((getattr(feature, "growth", 1) for feature in features), default=1)
+    return max(1, min(at_most, memory // 8 // (largest * growth)))
 
 
 def labels_of(collection: Collection, group_size: int = 1) -> Labels:

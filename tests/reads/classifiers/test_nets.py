@@ -433,18 +433,6 @@ def test_nets_have_the_given_width_and_classes(name: str):
         assert net.num_rows(batch) > 0
 
 
-def test_a_transformer_truncates_long_reads():
-    kit = make_kit("transformer", reverse_complement=False)
-    torch.manual_seed(0)
-    net = kit.build(batch_of(kit, random_reads([21])))  # ten tokens, so twenty places
-    (read,) = random_reads([200])
-    found = probabilities(kit, net.eval(), [read, read[:41], read[:39]])
-    assert found[0] == pytest.approx(found[1], abs=1e-6) and np.abs(found[0] - found[2]).max() > 1e-5
-    cut = make_kit("transformer", max_length=7)
-    assert batch_of(cut, [read])["input_ids"].shape == (1, 7)
-    assert cut.build(batch_of(cut, [read])).place.shape == (7, 16)  # type: ignore[union-attr]
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is measured in /proc")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_counts_of_many_classes_become_weights_in_little_memory():

@@ -27,12 +27,14 @@ from millstream.reads.classifiers.nets import (
     ReadTransformer,
     TokenNet,
 )
-from millstream.reads.features import BothStrands, KmerBag, tokens
+from millstream.reads.features import Augment, BothStrands, KmerBag, tokens
 from millstream.reads.kind import ReadSettings
 from millstream.reads.mapping import Classes
+from millstream.reads.qualities import Masked
 from millstream.reads.syncmers import Syncmers
-from millstream.reads.tokenizers import blank_ids
+from millstream.reads.tokenizers import blank_ids, tokenizer
 from millstream.reads.tokenizers.kmers import LARGEST_K
+from millstream.reads.windows import WINDOW, Windows, bases_in, tokens_in
 from millstream.report import measures
 from millstream.training.folder import load_shapes
 from millstream.training.loop import LATEST, weights_of
@@ -107,17 +109,29 @@ class ClassifierSpec:
 
 def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_bases: int | None = None) -> Kit:
     """Features and net of the classifier of this name; `num_bases` is the size of all training reads, if known."""
+    kit = _kit(name, settings, num_classes, num_bases)
+    if not (least := settings.min_quality):
+        return kit
+    scoring = None if kit.scoring is None else [Masked(feature, least) for feature in kit.scoring]
+    return replace(kit, features=[Masked(feature, least) for feature in kit.features], scoring=scoring)
+
+
+def _kit(name: str, settings: ReadSettings, num_classes: int, num_bases: int | None) -> Kit:
     if name == KMER_LINEAR:
         return _kmer_linear_kit(settings, num_classes, num_bases)
     if name == KMER_EXACT:
         memory = parse_bytes(settings.memory) // 2
         return Kit([SYNCMERS], lambda _: KmerExact(SYNCMERS, num_classes, memory, num_bases))
-    spec = _tokenizer(name, settings)
+    spec = tokenizer(_tokenizer(name, settings))
     both = settings.reverse_complement
-    seen = tokens(spec, max_length=settings.max_length, reverse_complement=0.5 if both else 0.0, dtype=np.int32)
-    plain = tokens(spec, max_length=settings.max_length, dtype=np.int32)
     if name == "hf":
         check_memory(settings)
+    has_qualities = settings.qualities and name == "cnn"
+    most = settings.max_length or tokens_in(spec, WINDOW)
+    bases = bases_in(spec, most)
+    plain = tokens(spec, max_length=most, qualities=has_qualities, dtype=np.int32)
+    augment = Augment(max_length=bases, reverse_complement=0.5 if both else 0.0)  # a window, another in every epoch
+    seen = replace(plain, augment=augment)
 
     def build(example: Mapping[str, Tensor]) -> ReadNet:
         net = untrained(example)
@@ -127,7 +141,9 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
     def untrained(example: Mapping[str, Tensor]) -> TokenNet:
         width, dropout, num_tokens = settings.width, settings.dropout, seen.tokenizer.vocab_size
         if name == "cnn":
-            return ReadCNN(width, num_classes=num_classes, layers=settings.layers, dropout=dropout)
+            return ReadCNN(
+                width, num_classes=num_classes, layers=settings.layers, dropout=dropout, has_qualities=has_qualities
+            )
         if name == "lstm":
             return ReadLSTM(width, num_tokens=num_tokens, num_classes=num_classes, dropout=dropout)
         if name == "hf":
@@ -135,13 +151,13 @@ def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_b
         return ReadTransformer(
             width,
             num_tokens=num_tokens,
-            max_length=settings.max_length or 2 * example["input_ids"].shape[1],
+            max_length=most,
             num_classes=num_classes,
             layers=settings.layers,
             dropout=dropout,
         )
 
-    return Kit([seen], build, [BothStrands(plain) if both else plain])
+    return Kit([seen], build, [Windows(BothStrands(plain) if both else plain, bases)])
 
 
 def seconds_per_read(net: Net, example: Mapping[str, Tensor]) -> float:
@@ -167,7 +183,7 @@ def as_built(name: str, settings: ReadSettings, shapes: Mapping[str, Sequence[in
     if name == KMER_LINEAR:
         num_buckets = max(shape[0] for shape in shapes.values() if len(shape) == 2)
         return replace(settings, bits=num_buckets.bit_length() - 1)
-    if name == "transformer" and "place" in shapes:  # longer reads are truncated
+    if name == "transformer" and "place" in shapes:
         return replace(settings, max_length=shapes["place"][0])
     return settings
 

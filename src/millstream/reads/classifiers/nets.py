@@ -12,13 +12,15 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.core.split import LABEL
-from millstream.reads.features import OTHER, KmerBag
+from millstream.reads.features import OTHER, QUALITIES, KmerBag
 from millstream.reads.mapping import prediction_column
-from millstream.training.task import Batch, Moments, Net
+from millstream.reads.windows import WINDOWS
+from millstream.training.task import Batch, Moments, Net, records_at_once
 
 # B batch, C classes, G taxa of a rank, K k-mers of all reads, T tokens or bases, S starts of motifs,
-# P positions after pooling, W width
+# P positions after pooling, W width, V windows of all reads
 
+TOKENS = ("input_ids", "attention_mask")
 CLASS, PROBABILITY = "class", "probability"
 PLAUSIBLE = ("plausible_class", "plausible_probability")
 VALUES = 1 << 19  # of a table per step: each step makes several copies of them, some in float64
@@ -27,6 +29,8 @@ LEAST_KMERS = 3.0  # of the class, in a read that is assigned to it
 LEAST_DEVIATIONS = 3.0  # of the score of random DNA of the same length, by which the score of a class must exceed 0
 SYMBOLS = 6  # padding, A C G T, N
 MOTIF, POOLED, INNER = 6, 4, 5  # sizes of the convolutions and the pooling
+HIGH_QUALITY = 40  # a Phred value
+LEAST_VOTE = 1e-4  # of a window for a class: one that is very sure of another does not outvote all others
 FEW, MANY = 8, 64  # reads: smaller batches use running statistics, updated over about this many reads
 HEAD_WIDTH = 16  # minimum width of an attention head
 
@@ -99,8 +103,33 @@ class ReadPredictions:
 
 
 def probabilities(net: Net, batch: Batch) -> tuple[Tensor, Tensor]:
-    """[B, C]: the mean over both strands, where the batch has them. [B]: whether each read can be classified."""
+    """[B, C]: by mean log-probability, where reads are in windows. [B]: whether each read can be classified.
+
+    Windows that cannot be classified do not vote. They go through the net some at a time: a read may have thousands.
+    """
     assert isinstance(net, ReadNet)
+    if WINDOWS not in batch:
+        return _of_rows(net, batch)
+    counts_B = batch[WINDOWS]
+    num_windows = int(counts_B.sum())
+    names = [name for name in batch if name.removeprefix(OTHER) in (*TOKENS, QUALITIES)]
+    some = records_at_once(net, batch, num_windows)
+    parts = [
+        _of_rows(net, {name: batch[name][first : first + some] for name in names})
+        for first in range(0, num_windows, some)
+    ]
+    found_VC, is_supported_V = (torch.cat(values) for values in zip(*parts, strict=True))
+    read_V = torch.repeat_interleave(counts_B)
+    num_votes_B = torch.zeros_like(counts_B).index_add(0, read_V, is_supported_V.to(counts_B.dtype))
+    weight_V = (is_supported_V | (num_votes_B == 0)[read_V]).to(found_VC.dtype)
+    votes_VC = found_VC.clamp(min=LEAST_VOTE).log() * weight_V[:, None]
+    sums_BC = found_VC.new_zeros(len(counts_B), found_VC.shape[1]).index_add(0, read_V, votes_VC)
+    mean_BC = sums_BC / found_VC.new_zeros(len(counts_B)).index_add(0, read_V, weight_V)[:, None]
+    return mean_BC.softmax(dim=1), num_votes_B > 0
+
+
+def _of_rows(net: ReadNet, batch: Batch) -> tuple[Tensor, Tensor]:
+    """[B, C]: the mean over both strands, where the batch has them. [B]: whether each row can be classified."""
     logits_BC = net.logits(batch)[0].float()
     found_BC = logits_BC.softmax(dim=1)[:, : net.num_classes]
     is_supported_B = net.is_supported(batch, logits_BC)
@@ -276,7 +305,7 @@ class Residual(nn.Module):
 
 
 class ReadCNN(TokenNet):
-    """Takes `input_ids` [B, T] of single bases; 0 is padding.
+    """Takes `input_ids` [B, T] of single bases; 0 is padding. And `qualities` [B, T], if it was built for them.
 
     Convolutions over six bases, max pooling over four positions, residual blocks, then mean and maximum over the
     read. Normalised over the batch: classes differ by small differences of means.
@@ -284,9 +313,12 @@ class ReadCNN(TokenNet):
 
     lr = 5e-3
 
-    def __init__(self, width: int, *, num_classes: int, layers: int, dropout: float) -> None:
+    def __init__(
+        self, width: int, *, num_classes: int, layers: int, dropout: float, has_qualities: bool = False
+    ) -> None:
         super().__init__(width, num_classes)
-        self.motifs = nn.Conv1d(SYMBOLS - 1, width, MOTIF)
+        self.has_qualities = has_qualities
+        self.motifs = nn.Conv1d(SYMBOLS - 1 + has_qualities, width, MOTIF)
         self.norm = Norm(width)
         self.blocks = nn.ModuleList(Residual(width, dropout) for _ in range(layers))
         self.seen = Norm(2 * width)
@@ -296,6 +328,9 @@ class ReadCNN(TokenNet):
         ids_BT = batch["input_ids"]
         ids_BT = functional.pad(ids_BT, (0, max(MOTIF - ids_BT.shape[1], 0)))
         x_BTL = functional.one_hot(ids_BT.long(), SYMBOLS)[:, :, 1:].to(self.head.weight.dtype)
+        if self.has_qualities:
+            more_BT1 = functional.pad(batch[QUALITIES], (0, ids_BT.shape[1] - batch[QUALITIES].shape[1]))[:, :, None]
+            x_BTL = torch.cat([x_BTL, more_BT1.to(x_BTL.dtype) / HIGH_QUALITY], dim=2)
         x_BWS = self.motifs(x_BTL.transpose(1, 2))
         whole_BS = (ids_BT > 0)[:, MOTIF - 1 :]
         whole_BS = (whole_BS | (torch.arange(whole_BS.shape[1], device=ids_BT.device) == 0))[:, None]
