@@ -429,6 +429,27 @@ def test_neighbours_must_be_mates_and_mates_may_be_in_two_files(made: Path, tmp_
     files = {**data(made, train="train.fa"), "val": f"{tmp_path / 'val_1.fa'},{tmp_path / 'val_2.fa'}"}
     val = study(made, paired=True, data=files).scored["val"]
     assert val.record_numbers(np.arange(6)).tolist() == [0, 40, 1, 41, 2, 42]
+    two = f"{tmp_path / 'val_1.fa'},{tmp_path / 'val_2.fa'}"
+    lanes = f"{two},{made / 'pairs.fa'},{two}"
+    val = study(made, paired=True, data={**files, "val": lanes}).scored["val"]
+    numbers = val.record_numbers(np.arange(240))
+    assert sorted(numbers.tolist()) == list(range(240))
+    assert numbers[:4].tolist() == [0, 40, 1, 41] and numbers[78:84].tolist() == [39, 79, 80, 81, 82, 83]
+    assert numbers[160:164].tolist() == [160, 200, 161, 201]
+    with pytest.raises(BadSource, match="not mates"):
+        study(made, paired=True, data={**files, "val": f"{tmp_path / 'val_1.fa'},{made / 'pairs.fa'}"})
+
+
+def test_mates_in_two_files_are_held_out_together(made: Path, tmp_path: Path):
+    genomes = sorted(made.glob("*_x.fna"))
+    files = [tmp_path / "one.fq", tmp_path / "two.fq"]
+    settings = SimulateSettings(reads=1200, length=60, insert=150, profile="illumina")
+    simulate(genomes, files, settings=settings, mapping=made / "species.tsv")
+    found = study(made, paired=True, data={"train": ",".join(map(str, files))})
+    held_out = found.scored["val"].record_numbers(np.arange(len(found.scored["val"])))
+    trained = found.train.record_numbers(np.arange(len(found.train)))
+    assert len(held_out) > 4 and (held_out[1::2] == held_out[::2] + 600).all()
+    assert sorted([*held_out.tolist(), *trained.tolist()]) == list(range(1200))
 
 
 # -- classes of different sizes

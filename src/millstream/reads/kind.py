@@ -157,7 +157,7 @@ class ReadSettings(LoopSettings):
         str | None,
         "without data.val: hold out a tenth of the groups of reads with equal values of this column, or file",
     ] = None
-    paired: Annotated[bool, "neighbouring reads are mates and get one prediction"] = False
+    paired: Annotated[bool, "neighbouring reads, or those of two files, are mates and get one prediction"] = False
     val_reads: Annotated[Count, "maximum number of validation reads"] = 100_000
     k: Annotated[str, "kmer-linear: k-mer lengths and subsampling, such as 14/4,16/8"] = "auto"
     bits: Annotated[Count | None, "kmer-linear: 2^bits hash buckets; default: what the memory budget allows"] = None

@@ -241,7 +241,7 @@ def open_files(
         raise BadSource(f"{first_of(reads)} has {first} reads, but {first_of(mates)} has {second}: not read pairs")
     if same := {part.path for part in parts[: len(files)]} & {part.path for part in parts[len(files) :]}:
         raise BadSource(f"{same.pop()}: given as its own mates. If its neighbouring reads are mates, use --paired")
-    return Subset(Concat([*files, *others]), Alternating(first)), parts
+    return Subset(Concat([*files, *others]), Alternating(((first, True),))), parts
 
 
 def name_feature(parts: Sequence[Part]) -> Feature:
@@ -256,19 +256,29 @@ def first_of(paths: Paths) -> str:
 
 @dataclass(frozen=True)
 class Alternating:
-    """The numbers below 2n as 0, n, 1, n + 1, ...: a read of the first half, then its mate in the second."""
+    """Runs of 2n numbers as 0, n, 1, n + 1, ...: a read of the first half, then its mate in the second. Runs of n
+    without mates are as they are.
+    """
 
-    n: int
+    runs: tuple[tuple[int, bool], ...]  # n, and whether a second half has the mates
     keeps_neighbours = True  # in each half
 
     def __len__(self) -> int:
-        return 2 * self.n
+        return sum(n * (1 + has_mates) for n, has_mates in self.runs)
 
     def take(self, positions: Numbers) -> Numbers:
-        return positions // 2 + positions % 2 * self.n
+        sizes = np.array([n for n, _ in self.runs])
+        has_mates = np.array([has_mates for _, has_mates in self.runs])
+        ends = np.cumsum(sizes * (1 + has_mates))
+        run = np.searchsorted(ends, positions, side="right")
+        first = ends[run] - sizes[run] * (1 + has_mates[run])
+        place = positions - first
+        return first + np.where(has_mates[run], place // 2 + place % 2 * sizes[run], place)
 
     def digest(self) -> str:
-        return f"alternating {self.n}"
+        if len(self.runs) == 1:
+            return f"alternating {self.runs[0][0]}"
+        return "alternating " + " ".join(f"{n}{'+' * has_mates}" for n, has_mates in self.runs)
 
 
 @dataclass(frozen=True)
@@ -320,13 +330,25 @@ def shared_names(names: Sequence[str], *, first: int, where: str) -> list[str]:
     return ones
 
 
+def interleaved(reads: Reads) -> Collection:
+    """Reads in turn with their mates, where these are in the next file; reads of other files in their order."""
+    parts = reads.parts
+    starts = np.cumsum([0, *(part.records for part in parts)])
+    runs: list[tuple[int, bool]] = []
+    place = 0
+    while place < len(parts):
+        n, has_mates = parts[place].records, False
+        if n and place + 1 < len(parts) and parts[place + 1].records == n:
+            one, other = map(_bare, header_names(parts, starts[place : place + 2]))
+            has_mates = one == other
+        runs.append((n, has_mates))
+        place += 1 + has_mates
+    return Subset(reads, Alternating(tuple(runs))) if any(has_mates for _, has_mates in runs) else reads
+
+
 def as_pairs(reads: Reads, collection: Collection) -> Collection:
-    """Reads with mates as neighbours: checked, or interleaved from two files of mates."""
+    """Reads with mates as neighbours, which is checked."""
     parts, where = reads.parts, str(reads.parts[0].path)
-    if collection is reads and len(parts) == 2 and parts[0].records == parts[1].records:
-        ends = header_names(parts, np.array([0, parts[0].records]))
-        if _bare(ends[0]) == _bare(ends[1]):
-            collection = Subset(reads, Alternating(parts[0].records))
     if len(collection) % 2:
         raise BadSource(f"{where}: {len(collection)} reads are an odd number, not read pairs. Leave out paired=true")
     for first in range(0, len(collection), CHECKED):

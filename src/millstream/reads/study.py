@@ -25,7 +25,7 @@ from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.labels import are_by_file
 from millstream.reads.leaks import shared_sequences
 from millstream.reads.mapping import Classes, load_classes, load_mapping
-from millstream.reads.open import as_pairs, expand, open_reads, watch_index
+from millstream.reads.open import as_pairs, expand, interleaved, open_reads, watch_index
 from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import Reads
 from millstream.training.study import Built, Fold, ModelSpec, NetModel
@@ -178,12 +178,13 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
             files[name] = _open(settings, place.strip(), memory)
     check_qualities([part for reads in files.values() for part in reads.parts], settings.needs_qualities)
     counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
-    train: Collection = files[TRAIN]
+    found: dict[str, Collection] = {n: interleaved(reads) if settings.paired else reads for n, reads in files.items()}
+    train = found[TRAIN]
     if counts[TRAIN][UNKNOWN]:
         train = Subset(train, Marked(labels != UNKNOWN for labels in label_slices(train)))
     if not len(train):
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
-    scored: dict[str, Collection] = {VAL: train, **{name: files[name] for name in files if name != TRAIN}}
+    scored: dict[str, Collection] = {VAL: train, **{name: found[name] for name in files if name != TRAIN}}
     if not settings.data.val:
         train, scored[VAL] = _hold_out(settings, files[TRAIN], train)
         counts[VAL] = count_labels(scored[VAL], len(classes))
