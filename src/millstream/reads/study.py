@@ -186,7 +186,7 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
     scored: dict[str, Collection] = {VAL: train, **{name: found[name] for name in files if name != TRAIN}}
     if not settings.data.val:
-        train, scored[VAL] = _hold_out(settings, files[TRAIN], train)
+        train, scored[VAL] = _hold_out(settings, files[TRAIN], train, whole=found[TRAIN])
         counts[VAL] = count_labels(scored[VAL], len(classes))
         counts[TRAIN] = count_labels(train, len(classes))
     if not counts[VAL][:-1].any():
@@ -197,7 +197,9 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
     return ReadSplits(classes, train, scored, files, counts)
 
 
-def _hold_out(settings: ReadSettings, reads: Reads, known: Collection) -> tuple[Collection, Collection]:
+def _hold_out(
+    settings: ReadSettings, reads: Reads, known: Collection, *, whole: Collection
+) -> tuple[Collection, Collection]:
     """The reads of known classes to train on, and those to validate on: of other groups, or a sample."""
     place, by = settings.data.train, settings.by
     if by is None:
@@ -214,9 +216,9 @@ def _hold_out(settings: ReadSettings, reads: Reads, known: Collection) -> tuple[
         has = ", ".join(["file", *reads.column_names])
         raise BadSetting(f"by={by}: the reads have no such column; must be one of {has}, or name")
     for attempt in range(ATTEMPTS):  # of a few groups, none may be held out at first
-        parts = split(reads, {TRAIN: 1 - GROUPS_HELD_OUT, VAL: GROUPS_HELD_OUT}, by=by, salt=f"{attempt or ''}")
+        parts = split(whole, {TRAIN: 1 - GROUPS_HELD_OUT, VAL: GROUPS_HELD_OUT}, by=by, salt=f"{attempt or ''}")
         train, val = (
-            part if known is reads else Subset(part, Marked(labels != UNKNOWN for labels in label_slices(part)))
+            part if known is whole else Subset(part, Marked(labels != UNKNOWN for labels in label_slices(part)))
             for part in parts
         )
         if len(train) and len(val):
