@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from millstream.reads.batch import Read, ReadBatch
     from millstream.reads.classify import classify
     from millstream.reads.mapping import MappingSource
+    from millstream.reads.prepare import index, pack, simulate
     from millstream.reads.reads import Reads
     from millstream.tables.rows import Rows
     from millstream.traces.evaluate import evaluate
@@ -57,11 +58,14 @@ __all__ = [
     "extract",
     "features",
     "featurize",
+    "index",
     "label",
     "labelled",
     "mix",
     "open",
+    "pack",
     "replay",
+    "simulate",
     "split",
     "subset",
     "train",
@@ -90,6 +94,9 @@ _HOME = {
     "label": "millstream.traces.label",
     "labelled": "millstream.core.split",
     "mix": "millstream.core.mixture",
+    "index": "millstream.reads.prepare",
+    "pack": "millstream.reads.prepare",
+    "simulate": "millstream.reads.prepare",
     "split": "millstream.core.split",
     "subset": "millstream.core.collection",
     "train": "millstream.training.run",

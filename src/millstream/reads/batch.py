@@ -9,8 +9,10 @@ from typing import NamedTuple, Protocol, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from millstream.core.batches import arrays_of, join_columns, pad_bytes
+from millstream.core.batches import arrays_of, join_columns, joined, pad_bytes
+from millstream.core.collection import Numbers
 from millstream.core.record import Array, Bytes
+from millstream.reads.files import Fetched
 from millstream.reads.files.texts import gather
 
 ColumnValues = NDArray[np.int64] | list[object]
@@ -174,3 +176,11 @@ def split_text(flat: Bytes, offsets: NDArray[np.int64]) -> Iterator[str]:
     edges = offsets.tolist()
     for start, end in pairwise(edges):
         yield text[start:end]
+
+
+def join_parts(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
+    """What was fetched from several parts, in the requested order."""
+    order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
+    flat, offsets, quality = join_reads([FlatReads(*part[:3]) for part in parts], order)
+    columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
+    return Fetched(flat, offsets, quality, columns)

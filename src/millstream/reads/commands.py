@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from millstream.core.console import Progress
-    from millstream.reads.files.index import IndexSettings
 
 PANEL = "Sequencing: from genomes and FASTA/FASTQ to reads"
 
@@ -38,7 +37,7 @@ ReadFiles = Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, fold
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands for reads to the command line."""
-    for command in (simulate, index, pack, unpack):
+    for command in (simulate, index, pack, unpack, fetch):
         app.command(rich_help_panel=PANEL)(command)
     app.command(rich_help_panel=TRAIN)(classify)
 
@@ -146,26 +145,19 @@ def simulate(
     Reads come from both strands, with sequencing errors.
     Their headers are lbl|class|tax|len|name/mate.
     """
-    from contextlib import nullcontext
     from dataclasses import asdict
 
-    from millstream.core.console import progress, silent
     from millstream.core.remote import to_path
-    from millstream.reads.open import expand
-    from millstream.reads.simulate import SimulateSettings
-    from millstream.reads.simulate import simulate as sample
+    from millstream.reads.prepare import simulate as sample
 
-    settings = SimulateSettings(reads, length, error, indel, insert, abundance=abundance, seed=seed, profile=profile)
-    settings.check()
     out = [to_path(path) for path in out]
-    files = [file for place in genomes for file in expand(place)]
     to_stdout = any(str(path) == "-" for path in out)
     if to_stdout and as_json:
         raise BadSetting("--json: stdout is for the reads. Choose a file: --out reads.fa")
-    with nullcontext(silent) if to_stdout else progress("simulate", reads, unit="reads") as update:
-        done = sample(
-            files, out, settings=settings, mapping=mapping, index_dir=index_dir, memory=memory, progress=update
-        )
+    done = sample(
+        genomes, out, reads=reads, profile=profile, length=length, error=error, indel=indel, insert=insert,
+        abundance=abundance, mapping=mapping, memory=memory, index_dir=index_dir, seed=seed,
+    )  # fmt: skip
     if as_json:
         print_json({**asdict(done), "paths": [str(path) for path in out]})
     depths = sorted(done.coverage.values())
@@ -206,29 +198,16 @@ def index(
 
     Files may be plain, gzip, BGZF or zstd; they are never decompressed on disk.
     """
-    import sys
-    from contextlib import redirect_stdout
-    from functools import partial
-
     from millstream.core.console import format_bytes
     from millstream.core.engine import Engine
     from millstream.reads.files import ReadFile, write_fai
-    from millstream.reads.files.index import IndexSettings, check_memory
-    from millstream.reads.open import expand, open_reads, watch_index
+    from millstream.reads.prepare import index as index_reads
 
-    where = Engine(engine, address, workers)
-    try:
-        check_memory(memory)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    given = _index_settings(header_regex, columns, on_mismatch, names=names, salvage=salvage, unverified=unverified)
-    settings = None if given == IndexSettings() else given  # an index keeps its own
-    files = [file for path in paths for file in expand(path)]
-    with redirect_stdout(sys.stderr):  # Ray reports dead workers on stdout, which is for data
-        reads = open_reads(
-            files, settings=settings, mapping=mapping, memory=memory, index_dir=index_dir, rebuild=rebuild,
-            engine=where, watch=partial(watch_index, memory=memory),
-        )  # fmt: skip
+    reads = index_reads(
+        paths, header_regex=header_regex, columns=columns.split(",") if columns else None, on_mismatch=on_mismatch,
+        names=names, mapping=mapping, index_dir=index_dir, memory=memory, salvage=salvage, unverified=unverified,
+        rebuild=rebuild, engine=Engine(engine, address, workers),
+    )  # fmt: skip
     written = [str(out) for part in reads.parts if fai and isinstance(part, ReadFile) for out in write_fai(part)]
     if as_json:
         print_json(
@@ -279,32 +258,20 @@ def pack(
     If OUT is a folder, every file gets a pack of its own in it. --engine ray packs files on many machines.
     Run the same command again to resume.
     """
-    import sys
-    from contextlib import redirect_stdout
-    from functools import partial
-
-    from millstream.core.console import format_bytes, plural, progress, say
+    from millstream.core.console import format_bytes, plural
     from millstream.core.engine import Engine
     from millstream.core.remote import to_path
-    from millstream.reads.open import expand
-    from millstream.reads.pack.each import pack_each
-    from millstream.reads.pack.pack import pack as write_pack
+    from millstream.reads.prepare import pack as pack_reads
 
     if len(paths) < 2:
         raise typer.BadParameter("name the sources, then the file to write: millstream pack reads.fa.gz reads.pack")
     *sources, out = paths
-    if out == "-":
-        raise BadSetting("-: a packed file is not written from beginning to end. Choose a file, such as reads.pack")
-    where, is_folder = Engine(engine, address, workers), out.endswith("/") or to_path(out).is_dir()
-    files = [file for source in sources for file in expand(source, in_order=True)]
-    settings = _index_settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
-    size = sum(file.stat().st_size for file in files if file.exists())
-    write = partial(write_pack, settings=settings, names=names, quality=quality, reference=reference, rebuild=rebuild)
-    with redirect_stdout(sys.stderr), progress("pack", size, unit="bytes") as update:
-        if is_folder:
-            packs = pack_each(files, to_path(out), write=write, rebuild=rebuild, engine=where, progress=update)
-        else:
-            packs = [write(files, to_path(out), engine=where, progress=update, notify=say)]
+    is_folder = out.endswith("/") or to_path(out).is_dir()
+    packs = pack_reads(
+        sources, out, header_regex=header_regex, columns=columns.split(",") if columns else None,
+        on_mismatch=on_mismatch, names=names, quality=quality, reference=reference, salvage=salvage,
+        unverified=unverified, rebuild=rebuild, engine=Engine(engine, address, workers),
+    )  # fmt: skip
     if as_json:
         rows = [
             {
@@ -351,6 +318,39 @@ def unpack(
     with progress("unpack", file.records, unit="reads") as update:
         restore(path, out, progress=update)
     finish(f"{out}: {file.records:,} reads; {file.fidelity}", "index", out)
+
+
+def fetch(
+    reads: Annotated[
+        str, typer.Argument(help="A FASTA or FASTQ file, a pack, a folder or a pattern.", metavar="READS")
+    ],
+    names: Annotated[list[str], typer.Argument(help="Names of reads, or regions.", metavar="NAME[:START-END]...")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="FASTA, gzipped if it ends in .gz; - is stdout.", metavar="FILE"),
+    ] = Path("-"),
+    index_dir: IndexDir = None,
+    memory: Annotated[str, typer.Option(help="Memory budget.", metavar="SIZE")] = "256MB",
+) -> None:
+    """Write reads, or regions of them such as chr1:100-200, as FASTA.
+
+    As with samtools faidx, bases count from 1, both ends are included, and lines have 60 bases.
+    """
+    import sys
+    from contextlib import nullcontext
+
+    from millstream.core.console import plural
+    from millstream.core.outputs import publishing_text
+    from millstream.core.remote import to_path
+    from millstream.reads.kind import open as open_reads
+    from millstream.reads.names import fasta_of
+
+    is_stdout = str(out) == "-"
+    with nullcontext(sys.stdout.buffer.write) if is_stdout else publishing_text(to_path(out)) as write:
+        for text in fasta_of(open_reads(reads, index_dir=index_dir, memory=memory), names):
+            write(text)
+    if not is_stdout:
+        finish(f"{out}: {plural(len(names), 'record')}", "index", out)
 
 
 def classify(
@@ -448,24 +448,3 @@ def classify(
     taxa = f"; report in {' and '.join(map(str, report))}" if report else "; --report also writes a report of the taxa"
     speed = f"; {done.reads_per_s:,.0f} reads/s" if done.num_resumed < done.num_rows else ""
     finish(f"{out}: {count}{speed}{taxa}", "view", run)
-
-
-def _index_settings(
-    header_regex: str | None,
-    columns: str | None,
-    on_mismatch: OnMismatch,
-    *,
-    names: bool = False,
-    salvage: bool = False,
-    unverified: bool = False,
-) -> "IndexSettings":
-    from millstream.reads.files.index import IndexSettings
-
-    return IndexSettings(
-        header_regex=header_regex,
-        columns=tuple(columns.split(",")) if columns else None,
-        on_mismatch=on_mismatch,
-        names=names,
-        salvage=salvage or unverified,
-        unverified=unverified,
-    )

@@ -11,21 +11,21 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike
 
-from millstream.core.batches import chunked, joined, values
+from millstream.core.batches import chunked, values
 from millstream.core.collection import Collection, Medium, Numbers, whole_numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.core.record import Bytes
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.batch import FlatReads, Read, ReadBatch, as_list, join_reads
+from millstream.reads.batch import Read, ReadBatch, as_list, join_parts
 from millstream.reads.files import BYTES_PER_BASE, NAME, QUALITY, SEQUENCE, Fetched, ReadFile, is_large
 from millstream.reads.mapping import LabelMapping
+from millstream.reads.names import FILE, files_of, find_region, name_or_file
 from millstream.reads.pack import PackFile
 from millstream.reads.single import fetch_reads, iterate
 
 LONG_BASES = 64 << 10  # of a record that is not read only to see its name
 LABEL = "label"
-FILE = "file"  # the name of a read's file
 PIECE = 1 << 20  # reads per piece of a column
 Unknown = Literal["error", "null"]  # for class ids that are not in the mapping; null: no label
 Part = ReadFile | PackFile  # one file of a collection
@@ -140,12 +140,12 @@ class Reads(Collection):
         if self.has_large and (SEQUENCE in names or QUALITY in names):
             self.check_memory(wanted)
         parts = [part.fetch(rows, needed) for part, rows, _ in split]
-        fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
+        fetched = parts[0] if len(parts) == 1 else join_parts(parts, [places for _, _, places in split])
         columns = {name: fetched.columns[name] for name in names if name in fetched.columns}
         if self._mapping:
             columns |= self._labels(self._mapping, names, fetched.columns[self._mapping.key])
         if FILE in names and FILE not in columns:
-            columns[FILE] = self._files_of(np.searchsorted(self._starts, wanted, side="right") - 1)
+            columns[FILE] = files_of(self._parts, np.searchsorted(self._starts, wanted, side="right") - 1)
         plain = {name: values(column) for name, column in columns.items()}
         return ReadBatch(wanted, fetched.flat, fetched.offsets, plain, fetched.quality)
 
@@ -201,9 +201,18 @@ class Reads(Collection):
                 row = part.candidate(name, row)
         raise KeyError(f"{self._where()}: no record named {name!r}")
 
-    def region(self, name: str | int, start: int, end: int) -> str:
-        """Bases [start, end) of the record with this name or number, without reading the rest of it."""
+    def region(self, name: str | int, start: int | None = None, end: int | None = None) -> str:
+        """Bases [start, end) of the record with this name or number, without reading the rest of it.
+
+        Without `start` and `end`, a text is a name or a region as samtools has them, from 1 with both ends included.
+
+        >>> bases = reads.region(7, 10, 20)
+        >>> same = reads.region(f"{reads[7].name}:11-20")
+        """
+        if start is None and end is None and isinstance(name, str):
+            _, name, start, end = find_region(self, name)
         number = self._number(name)
+        start, end = start or 0, int(self.lengths([number])[0]) if end is None else end
         part, row = self._part_of(number)
         if not 0 <= start <= end <= part.length(row):
             has = f"which has {part.length(row)} bases"
@@ -223,7 +232,7 @@ class Reads(Collection):
             )
         split = self.split(wanted)
         parts = [Fetched(*part.regions(rows, begin[at], end[at]), None, {}) for part, rows, at in split]
-        fetched = parts[0] if len(parts) == 1 else _joined(parts, [places for _, _, places in split])
+        fetched = parts[0] if len(parts) == 1 else join_parts(parts, [places for _, _, places in split])
         return ReadBatch(wanted, fetched.flat, fetched.offsets, {})
 
     @property
@@ -292,7 +301,8 @@ class Reads(Collection):
     def column(self, name: str, start: int = 0, end: int | None = None) -> pa.ChunkedArray:
         """One column of every read, or of those from number `start` to `end`; also `name` and `file`."""
         if name in (NAME, FILE) and name not in self.column_names:
-            return self._names_or_files(name, start, len(self) if end is None else end)
+            split = self.split(np.arange(start, len(self) if end is None else end, dtype=np.int64))
+            return name_or_file(name, [(part, rows) for part, rows, _ in split])
         if name not in self.column_names:
             raise KeyError(f"{self._where()}: no column {name!r}; it has {', '.join(self.column_names) or 'none'}")
         key = name if name in self._header_columns else self._mapping.key if self._mapping else name
@@ -308,19 +318,6 @@ class Reads(Collection):
     def column_pieces(self, name: str) -> Iterator[pa.ChunkedArray]:
         for start in range(0, len(self), PIECE):
             yield self.column(name, start, min(start + PIECE, len(self)))
-
-    def _names_or_files(self, name: str, start: int, end: int) -> pa.ChunkedArray:
-        numbers = np.arange(start, end, dtype=np.int64)
-        chunks: list[pa.Array] = []
-        for place, (part, rows, _) in enumerate(self.split(numbers)):
-            owner = self._parts.index(part) if len(self._parts) > 1 else place
-            names = pa.array(part.names_of(rows), pa.string()) if name == NAME else None
-            chunks.append(self._files_of(np.full(len(rows), owner)) if names is None else names)
-        return chunked(chunks)
-
-    def _files_of(self, parts: Numbers) -> pa.Array:
-        names = pa.array([part.path.name for part in self._parts], pa.string())
-        return pa.DictionaryArray.from_arrays(pa.array(parts.astype(np.int32)), names)
 
     @property
     def num_bases(self) -> int:
@@ -447,14 +444,6 @@ class Reads(Collection):
             source = next((label for label in mapping.labels if _label_name(label) == name), None)
             columns[name] = found if source is None else mapping.column(source).take(found)
         return columns
-
-
-def _joined(parts: Sequence[Fetched], places: Sequence[Numbers | slice]) -> Fetched:
-    """What was fetched from several parts, in the requested order."""
-    order = np.argsort(np.concatenate([np.asarray(place) for place in places]), kind="stable")
-    flat, offsets, quality = join_reads([FlatReads(*part[:3]) for part in parts], order)
-    columns = {name: joined([part.columns[name] for part in parts], order) for name in parts[0].columns}
-    return Fetched(flat, offsets, quality, columns)
 
 
 def _label_name(name: str) -> str:
