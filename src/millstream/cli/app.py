@@ -253,7 +253,11 @@ def report(
 def view(
     path: Annotated[
         Path,
-        typer.Argument(help="A trace store, a run folder, or reads.", metavar="STORE|RUN|READS", parser=parse_path),
+        typer.Argument(
+            help="A trace store, a run folder, reads, or what classify wrote.",
+            metavar="STORE|RUN|READS|OUTPUT",
+            parser=parse_path,
+        ),
     ],
     port: Annotated[
         int, typer.Option(help="Port on this machine.", metavar="NUMBER", show_default="any free", min=0, max=65535)
@@ -270,7 +274,7 @@ def view(
     ] = None,
     label: Annotated[bool, typer.Option("--label", help="Judge the answers of a store, by single keys.")] = False,
 ) -> None:
-    """Explore traces, reads or a run in the browser.
+    """Explore traces, reads, a run or a classified sample in the browser.
 
     A run can be watched while it trains. The page is served on this machine only.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 MODEL_GROUPS = ()
 HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
+ROW_COLUMNS = ("read", "class", "tax_id", "taxon", "rank", "probability")  # of what `classify` writes
 ON_MISMATCH = ("error", "skip", "null")
 BALANCES = ("weights", "sampling", "none")
 
@@ -91,6 +94,16 @@ def files_at(path: Path) -> dict[str, Path]:
 
     index = find_index(path)
     return {path.name: path} | ({} if index is None else {path.name + SUFFIX: index})
+
+
+def is_output(path: Path) -> bool:
+    """Whether `classify` wrote this file: one row per read."""
+    head = "\t".join(ROW_COLUMNS).encode()
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return file.read(len(head)) == head
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def expand_models(names: Sequence[str]) -> list[str]:

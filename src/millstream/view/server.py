@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from millstream.core.registry import kind_at, plug
+from millstream.core.registry import kind_at, kinds_with, plug
 from millstream.core.remote import is_url
 from millstream.errors import BadSetting, BadSource, MillstreamError, MissingExtra
 from millstream.report import STYLE_SHEET, THEME
@@ -194,6 +194,10 @@ def views_of(
         if run is not None:
             raise BadSetting(f"--run {run}: {path} is a run itself; use --run with the records a run was trained on")
         return [run_view(path), *_views_of_records(path, tokenizer, notify)]
+    if (kind := _kind_of_output(path)) is not None:
+        if run is not None:
+            raise BadSetting(f"--run {run}: {path} is an output, which is shown as it is")
+        return [plug(kind, "view").output_view_of(path)]
     if run is not None and not is_run(run):
         raise BadSource(f"--run {run}: not a run of millstream train")
     shown = _view_of_kind(kind_at(path))
@@ -202,6 +206,14 @@ def views_of(
         notify(f"showing the scores of {found}; for another run: --run FOLDER")
     records = shown.view_of(path, run=found, tokenizer=tokenizer)
     return [records] if found is None else [records, run_view(found)]
+
+
+def _kind_of_output(path: Path) -> str | None:
+    """The kind whose commands wrote this file, if it can be shown."""
+    if is_url(path) or not path.is_file():
+        return None
+    asked = ((kind, getattr(plug(kind, "kind"), "is_output", None)) for kind in kinds_with("view"))
+    return next((kind for kind, is_output in asked if is_output and is_output(path)), None)
 
 
 def is_run(path: Path) -> bool:

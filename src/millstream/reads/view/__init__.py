@@ -18,6 +18,7 @@ from millstream.reads.open import expand, open_reads, watch_index
 from millstream.reads.reads import Reads
 from millstream.reads.tokenizers import HfTokenizer, Tokenizer, tokenizer
 from millstream.reads.tokenizers.kmers import Kmers
+from millstream.reads.view.sample import output_view_of as output_view_of
 from millstream.reads.view.statistics import Lengths, Sample, ValueCounts
 from millstream.view import PATIENCE_S, Later, Query, View
 
