@@ -1,7 +1,6 @@
 """Classifying: one row per read, in order, and the same bytes after any interruption."""
 
 import gzip
-import inspect
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreExists
 from millstream.features import fields
 from millstream.reads import sample_reports
 from millstream.reads.classifiers.nets import ReadNet, ReadPredictions, probabilities
-from millstream.reads.classify import classify, find_classifier
+from millstream.reads.classify import THRESHOLD, classify, find_classifier
 from millstream.reads.kind import HEADERS
 from millstream.reads.kraken import Assignments
 from millstream.reads.mapping import load_classes, load_mapping
@@ -137,11 +136,10 @@ def test_without_a_threshold_a_read_may_be_unclassified():
     given = torch.tensor([[0.6, 0.2, 0.2], [0.4, 0.2, 0.4], [0.24, 0.25, 0.51], [0.2, 0.29, 0.51]]).log()
     net.logits = lambda batch: (given, {})  # type: ignore[method-assign]
     predictions = ReadPredictions(classes.taxa_by_rank)(net, {})
-    default = inspect.signature(classify).parameters["threshold"].default
-    numbers, _ = assignments.choose(predictions, default)
+    numbers, _ = assignments.choose(predictions, THRESHOLD)
     assert [assignments.taxa[number].name for number in numbers] == ["a", "G", "c", "c"]
     no_genus = Assignments(load_classes(load_mapping({"class_id": [4, 6, 8], "name": ["a", "b", "c"]})))
-    numbers, _ = no_genus.choose(predictions, default)
+    numbers, _ = no_genus.choose(predictions, THRESHOLD)
     assert [no_genus.taxa[number].name for number in numbers] == ["a", "unclassified", "c", "c"]
     numbers, _ = no_genus.choose(predictions | {"probability": torch.zeros(4)}, 0.0)
     assert (numbers == no_genus.unclassified).all()

@@ -47,6 +47,7 @@ from millstream.reads.scorer import (
 
 VERSION = 2  # of what is saved
 Watch = Callable[[int], AbstractContextManager[Progress]]  # progress over this many reads
+THRESHOLD = 0.5
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def classify(
     model: str | None = None,
     mates: Paths | None = None,
     paired: bool = False,
-    threshold: Probability = 0.5,
+    threshold: Probability | None = None,
+    precision: Probability | None = None,
     report: Paths | None = None,
     kraken_output: Paths | None = None,
     classified_out: str | Path | None = None,
@@ -91,22 +93,26 @@ def classify(
     """Classify reads with a run's classifier: a TSV of read, class, tax_id, taxon, rank and probability.
 
     Read pairs, either neighbours (`paired`) or with the second mates in other files (`mates`), get one row each.
-    A read whose class is less likely than `threshold` is assigned to the lowest taxon above that reaches it, or to
-    none; with `threshold=0` only reads without evidence for any class are unclassified. The same call resumes where it
-    was interrupted, and ends with the same bytes; progress is saved every `save_s` seconds. `batch_size` is as large as
-    the net and the memory allow if not given. A name that ends in `.kraken` or `.binning` gets rows as Kraken 2 or CAMI
-    have them. `report` is a Kraken 2-style report to write, or several (`kraken_output` is its old name); one that ends
-    in `.profile` is a CAMI profile, and beside the first are the abundances, in `NAME.abundance.tsv`. `classified_out`
-    and `unclassified_out` are FASTA or FASTQ files of the reads themselves; for pairs, `#` in a name stands for `_1`
-    and `_2`, a file per mate. `out="-"` writes to stdout. A finished output is not written again, unless `force`
-    replaces it. With `engine="ray"`, workers index the files and score `chunk_reads` reads at a time, each within
-    `memory`; the rows are those of one process, and every chunk is saved when it arrives.
+    A read whose class is less likely than `threshold` (0.5) is assigned to the lowest taxon above that reaches it, or
+    to none; with `threshold=0` only reads without evidence for any class are unclassified. With `precision` instead,
+    each rank has the threshold at which this share of the reads assigned at it should be correct, from the validation
+    reads of the run. The same call resumes where it was interrupted, and ends with the same bytes; progress is saved
+    every `save_s` seconds. `batch_size` is as large as the net and the memory allow if not given. A name that ends in
+    `.kraken` or `.binning` gets rows as Kraken 2 or CAMI have them. `report` is a Kraken 2-style report to write, or
+    several (`kraken_output` is its old name); one that ends in `.profile` is a CAMI profile, and beside the first are
+    the abundances, in `NAME.abundance.tsv`. `classified_out` and `unclassified_out` are FASTA or FASTQ files of the
+    reads themselves; for pairs, `#` in a name stands for `_1` and `_2`, a file per mate. `out="-"` writes to stdout. A
+    finished output is not written again, unless `force` replaces it. With `engine="ray"`, workers index the files and
+    score `chunk_reads` reads at a time, each within `memory`; the rows are those of one process, and every chunk is
+    saved when it arrives.
 
-    >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", threshold=0.9)
+    >>> done = ms.classify("runs/reads", "sample.fq.gz", "sample.tsv", report="sample.kreport", precision=0.99)
     """
     path, reports = to_path(out), SampleReports.at(report or kraken_output)
     if paired and mates is not None:
         raise BadSetting("paired and mates: mates are either neighbours or in other files, not both")
+    if threshold is not None and precision is not None:
+        raise BadSetting(f"threshold={threshold:g} and precision={precision:g}: a precision sets thresholds. Give one")
     num_mates = 2 if paired or mates is not None else 1
     filtered = {
         wanted: to_path(given) for wanted, given in ((True, classified_out), (False, unclassified_out)) if given
@@ -121,6 +127,8 @@ def classify(
     trained = find_classifier(to_path(run), model)
     if reports.reports or kind_of(path):
         check_tax_ids(trained.classes, str(run))
+    least = THRESHOLD if threshold is None else threshold
+    thresholds = None if precision is None else trained.thresholds(precision)
     source = ReadSource(reads, mates, memory, index_dir)
     if chosen_engine.name != "local":
         index_files(source.files, index_dir=index_dir, engine=chosen_engine)
@@ -136,7 +144,7 @@ def classify(
         "run": trained.digest,
         "reads": collection.fingerprint,
         "mates": num_mates,
-        "threshold": float(threshold),
+        "threshold": float(least) if thresholds is None else [*map(str, thresholds.values)],
     }
     for wanted, given in filtered.items():
         terms["classified_out" if wanted else "unclassified_out"] = str(given)
@@ -165,13 +173,20 @@ def classify(
             why = "the best on validation" if model is None else "as given"
             score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
             say(f"{run}: {trained.name} seed {trained.seed}, {why}{score}")
-            if (reports.reports or threshold) and (ranks := ranks_without_tax_ids(trained.classes)):
+            if thresholds is not None:
+                say(thresholds.about)
+            if (reports.reports or least) and (ranks := ranks_without_tax_ids(trained.classes)):
                 say(
                     f"{run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
                     f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
                 )
             settings = ScoreSettings(
-                num_mates, threshold, parse_bytes(memory), batch_size, where=first_of(reads), kind=kind_of(path)
+                num_mates,
+                least if thresholds is None else thresholds.values,
+                parse_bytes(memory),
+                batch_size,
+                where=first_of(reads),
+                kind=kind_of(path),
             )
             scorer = Scorer(trained, collection, parts, settings)
             make = partial(ClassifyWorker, trained.absolute(), source.absolute(), collection.fingerprint, settings)

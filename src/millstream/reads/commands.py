@@ -374,11 +374,20 @@ def classify(
         list[str] | None, typer.Option(help="Files with the second mates of the read pairs.", metavar="FILE")
     ] = None,
     threshold: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Minimum probability; below it, reads are assigned to a higher rank, or unclassified.", metavar="P"
+            help="Minimum probability; below it, reads are assigned to a higher rank, or unclassified.",
+            show_default="0.5",
+            metavar="P",
         ),
-    ] = 0.5,
+    ] = None,
+    precision: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the reads assigned at each rank that should be correct, instead of a threshold.",
+            metavar="P",
+        ),
+    ] = None,
     report: Annotated[
         list[Path] | None,
         typer.Option(
@@ -432,7 +441,7 @@ def classify(
 
     with interruptible() as stop:
         done = predict(
-            run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold,
+            run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold, precision=precision,
             report=list(report or []), classified_out=classified_out, unclassified_out=unclassified_out, memory=memory,
             index_dir=index_dir,
             force=force, engine=Engine(engine, address, workers), watch=watch, stop=stop,

@@ -52,20 +52,24 @@ class Assignments:
         above = [start + taxon for start, taxon in zip(self.starts, of_class, strict=True) if taxon >= 0]
         return [*(taxon for taxon in reversed(above) if taxon >= number), *own]
 
-    def choose(self, predictions: Mapping[str, Tensor], threshold: float) -> tuple[Numbers, NDArray[np.float32]]:
+    def choose(
+        self, predictions: Mapping[str, Tensor], threshold: float | Sequence[float]
+    ) -> tuple[Numbers, NDArray[np.float32]]:
         """For each read the lowest taxon that reaches the threshold, and its probability; if none, the class's.
 
-        A probability of 0 means that a read cannot be classified, at any threshold.
+        There may be a threshold for classes and one for each rank. The probability of a taxon is the sum over its
+        classes. A probability of 0 means that a read cannot be classified, at any threshold.
         """
         found = {name: values.cpu().numpy() for name, values in predictions.items()}
+        of_class, *of_ranks = np.broadcast_to(threshold, 1 + len(self.starts)).tolist()
         probability = found[PROBABILITY].astype(np.float32)
         numbers = np.where(
-            (probability > 0) & (probability >= threshold), found[CLASS].astype(np.int64), self.unclassified
+            (probability > 0) & (probability >= of_class), found[CLASS].astype(np.int64), self.unclassified
         )
-        for start, rank in zip(self.starts, self.classes.ranks, strict=True):
+        for start, rank, least in zip(self.starts, self.classes.ranks, of_ranks, strict=True):
             column = prediction_column(rank.name)
             taxon, likely = found[column], found[f"{column}_{PROBABILITY}"]
-            here = (numbers == self.unclassified) & (likely > 0) & (likely >= threshold)
+            here = (numbers == self.unclassified) & (likely > 0) & (likely >= least)
             numbers[here], probability[here] = start + taxon[here], likely[here]
         return numbers, probability
 

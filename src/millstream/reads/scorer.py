@@ -17,6 +17,7 @@ from millstream.core.loader import Loader
 from millstream.core.memory import Heap
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
+from millstream.reads.calibration import Thresholds, read_calibration, thresholds_at
 from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
 from millstream.reads.classifiers.nets import PLAUSIBLE, ReadPredictions
 from millstream.reads.evidence import MOST, Evidence
@@ -72,6 +73,11 @@ class TrainedClassifier:
             for taxon in taxa
         ]
         return config_hash({"weights": file_crc32c(self.weights), "taxa": taxa, "settings": self.settings.science()})
+
+    def thresholds(self, precision: float) -> Thresholds:
+        """Of each level for an expected precision, from the calibration of the run."""
+        found = read_calibration(local_run(self.run), JobKey(self.name, self.seed))
+        return thresholds_at(precision, found, where=str(self.run), name=self.name)
 
     def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
         """The model for records like these, and its net with the trained weights."""
@@ -148,7 +154,7 @@ class ScoreSettings:
     """
 
     group: int
-    threshold: float
+    threshold: float | Sequence[float]
     memory: int
     batch_size: int | None
     where: str

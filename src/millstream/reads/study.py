@@ -17,6 +17,7 @@ from millstream.core.order import Permutation, mix_words
 from millstream.core.remote import to_path
 from millstream.core.split import split
 from millstream.errors import BadSetting, BadSource
+from millstream.reads.calibration import write_calibrations
 from millstream.reads.classifiers import CLASSIFIERS, COUNTED, ClassifierSpec
 from millstream.reads.classifiers.hf import LIBRARIES
 from millstream.reads.files.columns import OnMismatch
@@ -108,6 +109,9 @@ class Classification:
 
     def keep(self, run: Path) -> None:
         """Nothing to write: everything is on the data card."""
+
+    def finish(self, run: Path) -> None:
+        write_calibrations(run, self.splits.classes, held_out=str(self.card["held_out"]))
 
     def summary(self) -> str:
         splits, num_classes = self.splits, len(self.splits.classes)

@@ -155,6 +155,9 @@ class Detection:
         self.parts.save(run / SPLIT)
         publish_table(run / SEEN, pa.concat_tables(self._fitted))
 
+    def finish(self, run: Path) -> None:
+        """Nothing to write: predictions.parquet has all scores."""
+
     def summary(self) -> str:
         used = f"{self.source}: {len(self.collection)} of {self.card['records']} records are right or wrong"
         unused = without_effect(self.settings, used_by(), [spec.name for spec in self.specs])

@@ -172,8 +172,10 @@ class TrainingRun:
                     is_interrupted = True
                     break
                 done += [spec.name] if finished else []
-        if self.is_first and self._is_stale and finished_jobs(self.path):
-            write_predictions(self.path)
+        if self.is_first:
+            if self._is_stale and finished_jobs(self.path):
+                write_predictions(self.path)
+            self.study.finish(self.path)
         return Run(self.out, done, interrupted=is_interrupted, is_first=self.is_first)
 
     def import_libraries(self) -> None:
@@ -201,6 +203,7 @@ class TrainingRun:
                 publish(folder / name, done.files[name])
             say(f"{done.job}: done")
         write_predictions(self.path)
+        self.study.finish(self.path)
         unfinished = {job.model for job in left if not self._is_finished(job)}
         models = [spec.name for spec in self.study.specs if spec.name not in unfinished]
         return Run(self.out, models, interrupted=bool(unfinished - missing.keys()))

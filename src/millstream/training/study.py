@@ -297,6 +297,10 @@ class Study(Protocol):
         """Write further files into the run folder."""
         ...
 
+    def finish(self, run: Path) -> None:
+        """Write what follows from the scores of its finished models; called whenever training ends."""
+        ...
+
     def summary(self) -> str:
         """The data in a few lines, printed before training."""
         ...
