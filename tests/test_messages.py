@@ -7,6 +7,7 @@ changing a sentence, or adding the first line of an entry, write the answers aga
     MILLSTREAM_MESSAGES=write pytest -n 0 tests/test_messages.py
 """
 
+import bz2
 import gzip
 import os
 import pickle
@@ -58,6 +59,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "562_Escherichia_coli.fna").write_text(f">chromosome\n{'ACGTTGCA' * 100}\n")
     (tmp_path / "species.tsv").write_text("tax_id\tname\n7\tcow\n")
     (tmp_path / "reads.pack").write_bytes(b"")
+    (tmp_path / "reads.bam").write_bytes(gzip.compress(b"BAM\1" + bytes(100), mtime=0))
+    (tmp_path / "reads.fa.bz2").write_bytes(bz2.compress(reads.encode())[:-9])
     return tmp_path
 
 

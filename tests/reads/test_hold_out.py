@@ -75,8 +75,12 @@ def test_whole_files_or_contigs_are_held_out(reads: Path):
 def test_a_large_column_is_split_in_pieces_as_at_once(reads: Path, monkeypatch: pytest.MonkeyPatch):
     opened = ms.open(reads, header_regex=REGEX)
     whole = ms.split(opened, folds=3, by="name")
+    backwards = opened.subset(np.arange(800)[::-1])
+    whole_backwards = ms.split(backwards, folds=3, by="name")
     monkeypatch.setattr("millstream.reads.reads.PIECE", 256)
+    monkeypatch.setattr("millstream.core.collection.PIECE", 256)
     assert [s.fingerprint for s in ms.split(opened, folds=3, by="name")] == [s.fingerprint for s in whole]
+    assert [s.fingerprint for s in ms.split(backwards, folds=3, by="name")] == [s.fingerprint for s in whole_backwards]
 
 
 def test_the_file_of_a_read_is_a_field(reads: Path):

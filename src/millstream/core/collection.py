@@ -1,11 +1,11 @@
 """A collection is records by number, which is all the engine knows about data; a subset is some of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.int64]
 
+PIECE = 1 << 20  # records per piece of a column
 _BLOCK = 256  # numbers per stored count of the marks before them
 _WORDS = _BLOCK // 64
 # The bit position of mark r of byte b, at 8 * b + r.
@@ -223,6 +224,15 @@ class Subset(Collection):
 
     def column(self, name: str) -> pa.ChunkedArray:
         return self.collection.column(name).take(self._take(np.arange(len(self))))
+
+    def column_pieces(self, name: str) -> Iterator[pa.ChunkedArray]:
+        if len(self) <= PIECE:
+            yield self.column(name)
+            return
+        for first in range(0, len(self), PIECE):
+            fetched: Any = self.fetch(np.arange(first, min(first + PIECE, len(self))), [name])
+            columns = cast("Mapping[str, object]", fetched if isinstance(fetched, Mapping) else fetched.columns)
+            yield pa.chunked_array([pa.array(columns[name])])
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
         return self.collection.sizes(self._take(numbers), fields)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import ArrayLike
 
 from millstream.core.batches import chunked, values
-from millstream.core.collection import Collection, Medium, Numbers, whole_numbers
+from millstream.core.collection import PIECE, Collection, Medium, Numbers, whole_numbers
 from millstream.core.config import config_hash
 from millstream.core.console import format_bytes
 from millstream.core.record import Bytes
@@ -26,7 +26,6 @@ from millstream.reads.single import fetch_reads, iterate
 
 LONG_BASES = 64 << 10  # of a record that is not read only to see its name
 LABEL = "label"
-PIECE = 1 << 20  # reads per piece of a column
 Unknown = Literal["error", "null"]  # for class ids that are not in the mapping; null: no label
 Part = ReadFile | PackFile  # one file of a collection
 
@@ -206,8 +205,7 @@ class Reads(Collection):
 
         Without `start` and `end`, a text is a name or a region as samtools has them, from 1 with both ends included.
 
-        >>> bases = reads.region(7, 10, 20)
-        >>> same = reads.region(f"{reads[7].name}:11-20")
+        >>> same = reads.region(7, 10, 20), reads.region(f"{reads[7].name}:11-20")
         """
         if start is None and end is None and isinstance(name, str):
             _, name, start, end = find_region(self, name)
@@ -411,7 +409,8 @@ class Reads(Collection):
         if mapping.key not in self._header_columns:
             raise BadSource(
                 f"the reads have no column {mapping.key!r}, which the mapping needs; they have "
-                f"{', '.join(self._header_columns) or 'none'}. Add a group named {mapping.key!r} to header_regex"
+                f"{', '.join(self._header_columns) or 'none'}. Add a group named {mapping.key!r} to header_regex, a "
+                "column file to the mapping, or labels=TABLE"
             )
         for part in self._parts:
             distinct = part.columns.distinct(mapping.key)
