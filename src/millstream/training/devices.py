@@ -25,8 +25,7 @@ def make_fabric(settings: LoopSettings) -> Any:
     except ImportError:
         raise MissingExtra("training needs lightning-fabric: pip install 'millstream[train]'") from None
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # it logs every process
-    cuda = torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
-    precision = ("bf16-mixed" if cuda else "32-true") if settings.precision == "auto" else settings.precision
+    cuda = _uses_cuda(settings)
     told = dict(os.environ) if "TORCHELASTIC_RUN_ID" in os.environ else dict[str, str]()  # by torchrun
     num_nodes = int(told.get("WORLD_SIZE", 1)) // int(told.get("LOCAL_WORLD_SIZE", 1))
     if settings.batch_size % (settings.devices * num_nodes):
@@ -42,7 +41,7 @@ def make_fabric(settings: LoopSettings) -> Any:
                 devices=settings.devices,
                 num_nodes=num_nodes,
                 strategy="ddp" if settings.devices * num_nodes > 1 else "auto",
-                precision=precision,  # pyright: ignore[reportArgumentType]
+                precision=precision_of(settings),  # pyright: ignore[reportArgumentType]
             )
         except (ValueError, RuntimeError) as error:
             given = f"accelerator={settings.accelerator} devices={settings.devices} precision={settings.precision}"
@@ -53,6 +52,17 @@ def make_fabric(settings: LoopSettings) -> Any:
     elif not cuda:
         _leave_a_core(settings.devices)
     return fabric
+
+
+def precision_of(settings: LoopSettings) -> str:
+    """The precision of these settings on this machine."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "bf16-mixed" if _uses_cuda(settings) else "32-true"
+
+
+def _uses_cuda(settings: LoopSettings) -> bool:
+    return torch.cuda.is_available() and settings.accelerator in ("auto", "gpu", "cuda")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import product, takewhile
@@ -30,7 +30,7 @@ from millstream.core.registry import kinds_with, plug
 from millstream.core.remote import RemotePath, spool_folder, to_path
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, MissingFields
-from millstream.training.devices import make_fabric
+from millstream.training.devices import make_fabric, precision_of
 from millstream.training.folder import (
     CONFIG,
     DATA,
@@ -128,6 +128,8 @@ class TrainingRun:
         self.out = to_path(self.settings.out or Path("runs") / Path(study.source).resolve().name)
         self.path = spool_folder(self.out)
         self.fabric = make_fabric(self.settings)
+        # Not auto, which is another one on another machine: a run ends with the precision that it began with.
+        self.settings = replace(self.settings, precision=precision_of(self.settings))
         self.memory = parse_bytes(self.settings.memory)
         self._is_stale = False  # whether predictions.parquet may lack scores
         self._write_after = 0.0
@@ -227,6 +229,8 @@ class TrainingRun:
             described = read_mapping(self.path / DATA)
             keys = {name: described.get(name) for name in self.study.keys}
             old = {**{name: before.get(name) for name in self.settings.science()}, **keys}
+            if old["precision"] == "auto":  # of a run of an earlier version
+                old["precision"] = science["precision"]
             if old != science:
                 raise ConfigMismatch(
                     f"{self.path}: holds a run with other settings ({config_diff(old, science)}). Choose another "

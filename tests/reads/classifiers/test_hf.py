@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import millstream as ms
-from millstream.errors import BadSetting, BadSource
+from millstream.errors import BadSetting, BadSource, ConfigMismatch
 from millstream.reads.tokenizers import hf
 from millstream.training.run import Run
 from millstream.training.study import Kit
@@ -27,7 +27,7 @@ from support.small_classifiers import (
     random_reads,
     reverse_complement,
 )
-from support.training import weights_of
+from support.training import lines_of, weights_of
 
 LENGTHS = (37, 90, 12, 61, 5, 150)
 
@@ -277,7 +277,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(files: Path, **settings: Any) -> Run:
     given = {"epochs": 2, "batch_size": 12, "lr": 0.03, "warmup": 0.0, "memory": "200MB", "lora": 4, **settings}
     data = {"train": str(files / "train.fa"), "val": str(files / "val.fa")}
-    return ms.train(data, mapping=str(files / "classes.tsv"), model="hf", **given)
+    return ms.train(data, mapping=str(files / "classes.tsv"), **{"model": "hf", **given})
 
 
 @pytest.mark.usefixtures("roughly_measured_memory")
@@ -301,3 +301,22 @@ def test_a_stopped_run_with_adapters_resumes_and_its_model_classifies(
     rows = [line.split("\t") for line in (tmp_path / "val.tsv").read_text().splitlines()[1:]]
     right = sum(row[0].startswith(f"lbl|{row[1]}|") for row in rows)
     assert len(rows) == 40 and right >= 30
+
+
+@pytest.mark.usefixtures("roughly_measured_memory")
+def test_mixed_precision_learns_the_same_on_the_cpu_and_a_run_keeps_its_precision(
+    bert: Path, files: Path, tmp_path: Path
+):
+    settings: dict[str, Any] = {"model": "cnn,lstm,transformer,hf", "hf": str(bert), "lora": 0, "epochs": 1}
+    settings |= {"width": 16, "layers": 1, "dropout": 0.0, "lr": 0.003}
+    losses: dict[str, dict[str, float]] = {}
+    for precision in ("auto", "bf16-mixed"):
+        out = tmp_path / precision
+        train(files, **settings, precision=precision, out=str(out))
+        losses[precision] = {line["model"]: line["loss"] for line in lines_of(out, "epoch")}
+    assert losses["bf16-mixed"] == pytest.approx(losses["auto"], rel=0.05)
+    differs = {model for model, loss in losses["auto"].items() if loss != losses["bf16-mixed"][model]}
+    assert differs == {"cnn", "lstm", "transformer", "hf"}
+    with pytest.raises(ConfigMismatch, match="precision"):  # auto is 32-true here
+        train(files, **settings, out=str(tmp_path / "bf16-mixed"))
+    assert not train(files, **settings, precision="32-true", out=str(tmp_path / "auto")).interrupted
