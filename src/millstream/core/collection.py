@@ -231,7 +231,7 @@ class Subset(Collection):
             return
         for first in range(0, len(self), PIECE):
             fetched: Any = self.fetch(np.arange(first, min(first + PIECE, len(self))), [name])
-            columns = cast("Mapping[str, object]", fetched if isinstance(fetched, Mapping) else fetched.columns)
+            columns = cast("Mapping[str, Any]", fetched if isinstance(fetched, Mapping) else fetched.columns)
             yield pa.chunked_array([pa.array(columns[name])])
 
     def sizes(self, numbers: Numbers, fields: Sequence[str]) -> Numbers:
