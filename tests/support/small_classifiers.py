@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from millstream.reads.batch import ReadBatch
 from millstream.reads.classifiers import classifier_kit
@@ -18,12 +19,19 @@ NUM_CLASSES = 3
 COMPLEMENT = str.maketrans("ACGT", "TGCA")
 
 
-def make_kit(name: str, *, num_classes: int = NUM_CLASSES, num_bases: int | None = None, **changes: Any) -> Kit:
+def make_kit(
+    name: str,
+    *,
+    num_classes: int = NUM_CLASSES,
+    num_bases: int | None = None,
+    clades: Sequence[NDArray[np.int64]] = (),
+    **changes: Any,
+) -> Kit:
     """A small classifier, with other settings if given."""
     words = {"lstm": "kmer(3)", "transformer": "kmer(3, stride=2)"}.get(name, "auto")
     given: dict[str, Any] = {"memory": 1 << 23, "k": "4,6/2", "bits": 9, "width": 16, "layers": 2, "dropout": 0.0}
     return classifier_kit(
-        name, ReadSettings(**given | {"tokenizer": words} | changes), num_classes, num_bases=num_bases
+        name, ReadSettings(**given | {"tokenizer": words} | changes), num_classes, num_bases=num_bases, clades=clades
     )
 
 

@@ -139,6 +139,7 @@ USED_BY: Mapping[str, Sequence[str]] = {  # settings that have no effect on othe
     "qualities": ("cnn",),
     "dropout": NETS,
     "reverse_complement": NETS,
+    "ranks": NETS,
     "hf": ("hf",),
     "lora": ("hf",),
 }
@@ -165,6 +166,7 @@ class ReadSettings(LoopSettings):
     dropout: float = 0.1
     weight_decay: float = 0.0
     balance: Annotated[str, "class balancing: weights (of the loss), sampling, or none"] = "weights"
+    ranks: Annotated[str | None, "nets: also learn the taxa at these ranks, such as genus,family"] = None
     reverse_complement: Annotated[bool, "train on both strands, and average both when scoring"] = True
     by: Annotated[
         str | None,

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from millstream.errors import BadSetting
-from millstream.reads.classifiers import KS, LEAST_BITS, MOST_BITS, fitting_bits
+from millstream.reads.classifiers import KS, LEAST_BITS, MOST_BITS, ClassifierSpec, clades_of, fitting_bits
 from millstream.reads.classifiers.nets import KmerLinear, ReadNet, ReadPredictions
 from millstream.reads.classifiers.nets import probabilities as probabilities_of
 from millstream.reads.features import KmerBag
+from millstream.reads.kind import ReadSettings
+from millstream.reads.mapping import load_classes, load_mapping
 from millstream.training.study import Kit
 from millstream.training.task import Batch
 from support.small_classifiers import (
@@ -454,3 +456,51 @@ def megabytes_to_weigh() -> float:
 
 def megabytes(name: str) -> float:
     return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) / 1000
+
+
+# -- a loss over ranks
+
+
+def test_the_loss_over_ranks_is_the_mean_over_the_class_and_its_taxa():
+    logits_BC = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    target_B, weight_B = torch.tensor([0, 1, 2, 3, 2]), torch.tensor([1.0, 0.5, 2.0, 1.0, 0.0])
+    net = Given(4)
+    own = functional.cross_entropy(logits_BC, target_B, reduction="none")
+    torch.testing.assert_close(net.loss(logits_BC, target_B, weight_B), (own * weight_B).mean())
+    net.clades = [np.array([0, 0, 1, 7])]  # the last class has no genus
+    likely_BC = logits_BC.softmax(1)
+    genus_BC = torch.stack([likely_BC[:, :2].sum(1)] * 2 + [likely_BC[:, 2], likely_BC[:, 3]], dim=1)
+    genus = -genus_BC.gather(1, target_B[:, None])[:, 0].log()
+    torch.testing.assert_close(net.loss(logits_BC, target_B, weight_B), ((own + genus) / 2 * weight_B).mean())
+
+
+def test_a_net_with_ranks_learns_the_genus_of_species_that_cannot_be_told_apart():
+    """Two genera of two species each; species are labelled at random."""
+    reads, genera = easy_reads(128, seed=1)
+    labels = torch.from_numpy(2 * genera + np.random.default_rng(0).integers(0, 2, len(genera)))
+    test, true = easy_reads(128, seed=2)
+    kit = make_kit("lstm", num_classes=4, clades=[np.array([0, 0, 1, 1])])
+    torch.manual_seed(0)
+    net = kit.build(batch_of(kit, reads[:4]))
+    batch, optimizer = batch_of(kit, reads, labels.tolist(), train=True), net.optimizer(4 * net.lr, 0.0)
+    for _ in range(25):
+        optimizer.zero_grad()
+        net(batch, labels, torch.ones(len(labels)))[0].backward()
+        optimizer.step()
+    found = probabilities(kit, net.eval(), test).reshape(-1, 2, 2)
+    of_genus = found.sum(2)
+    assert (of_genus.argmax(1) == true).mean() > 0.95
+    assert of_genus.max(1).mean() > 0.9 and found.max((1, 2)).mean() < 0.75
+
+
+def test_ranks_are_levels_above_the_classes_each_once():
+    columns = {"class_id": [0, 1, 2], "species": list("abc"), "genus": ["G", "G", None], "family": ["F", "F", None]}
+    classes = load_classes(load_mapping(columns))
+    assert [level.tolist() for level in clades_of("species, genus,family", classes)] == [[0, 0, 5]]
+    assert clades_of("", classes) == [] == clades_of("species", classes)
+    with pytest.raises(BadSetting, match=r"ranks=genus,order: .* order; .*species, genus, family"):
+        clades_of("genus,order", classes)
+    settings = ReadSettings(ranks="genus", width=8)
+    kit = ClassifierSpec("cnn", settings, classes).kit()
+    net = kit.build(batch_of(kit, random_reads([20])))
+    assert isinstance(net, ReadNet) and [level.tolist() for level in net.clades] == [[0, 0, 5]]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from millstream.core.collection import Collection
@@ -73,7 +74,8 @@ class ClassifierSpec:
 
     def kit(self) -> Kit:
         try:
-            return classifier_kit(self.name, self.settings, len(self.classes), num_bases=self.num_bases)
+            clades = clades_of(self.settings.ranks or "", self.classes)
+            return classifier_kit(self.name, self.settings, len(self.classes), num_bases=self.num_bases, clades=clades)
         except BadSetting:
             raise
         except ValueError as error:  # of tokenizers and features
@@ -107,16 +109,32 @@ class ClassifierSpec:
         return replace(self, settings=as_built(self.name, self.settings, weights_of(load_shapes(folder / LATEST))))
 
 
-def classifier_kit(name: str, settings: ReadSettings, num_classes: int, *, num_bases: int | None = None) -> Kit:
-    """Features and net of the classifier of this name; `num_bases` is the size of all training reads, if known."""
-    kit = _kit(name, settings, num_classes, num_bases)
+def classifier_kit(
+    name: str,
+    settings: ReadSettings,
+    num_classes: int,
+    *,
+    num_bases: int | None = None,
+    clades: Sequence[NDArray[np.int64]] = (),
+) -> Kit:
+    """Features and net of the classifier of this name; `num_bases` is the size of all training reads, if known.
+
+    `clades` are further levels that nets learn, as the taxon of each class.
+    """
+    kit = _kit(name, settings, num_classes, num_bases, clades)
     if not (least := settings.min_quality):
         return kit
     scoring = None if kit.scoring is None else [Masked(feature, least) for feature in kit.scoring]
     return replace(kit, features=[Masked(feature, least) for feature in kit.features], scoring=scoring)
 
 
-def _kit(name: str, settings: ReadSettings, num_classes: int, num_bases: int | None) -> Kit:
+def _kit(
+    name: str,
+    settings: ReadSettings,
+    num_classes: int,
+    num_bases: int | None,
+    clades: Sequence[NDArray[np.int64]],
+) -> Kit:
     if name == KMER_LINEAR:
         return _kmer_linear_kit(settings, num_classes, num_bases)
     if name == KMER_EXACT:
@@ -136,6 +154,7 @@ def _kit(name: str, settings: ReadSettings, num_classes: int, num_bases: int | N
     def build(example: Mapping[str, Tensor]) -> ReadNet:
         net = untrained(example)
         net.blank_ids = blank_ids(seen.tokenizer)
+        net.clades = clades
         return net
 
     def untrained(example: Mapping[str, Tensor]) -> TokenNet:
@@ -158,6 +177,23 @@ def _kit(name: str, settings: ReadSettings, num_classes: int, num_bases: int | N
         )
 
     return Kit([seen], build, [Windows(BothStrands(plain) if both else plain, bases)])
+
+
+def clades_of(ranks: str, classes: Classes) -> list[NDArray[np.int64]]:
+    """The taxon of each class at these ranks, separated by commas; a class that has none is one of its own.
+
+    Levels that are the same count once, and one that is the same as the classes does not count.
+    """
+    found: dict[bytes, NDArray[np.int64]] = {}
+    known = classes.taxa_by_rank
+    for name in filter(None, map(str.strip, ranks.split(","))):
+        if name not in known:
+            raise BadSetting(f"ranks={ranks}: no class has a taxon at rank {name}; must be some of {', '.join(known)}")
+        own = len(classes) + np.arange(len(classes))
+        level = np.where(known[name] < 0, own, known[name])
+        if len(np.unique(level)) < len(classes):
+            found[level.tobytes()] = level
+    return [*found.values()]
 
 
 def seconds_per_read(net: Net, example: Mapping[str, Tensor]) -> float:

@@ -40,6 +40,7 @@ class ReadNet(Net):
 
     at_most = 4096
     loss_name = "cross_entropy"
+    clades: Sequence[NDArray[np.int64]] = ()  # further levels to learn: the taxon of each class
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__(width)
@@ -50,7 +51,14 @@ class ReadNet(Net):
         return torch.ones(len(logits_BC), dtype=torch.bool, device=logits_BC.device)
 
     def loss(self, logits: Tensor, target_B: Tensor, weight_B: Tensor) -> Tensor:
-        return (functional.cross_entropy(logits.float(), target_B, reduction="none") * weight_B).mean()
+        """Cross-entropy of the class, or its mean with those of `clades`: a taxon is as probable as its classes."""
+        log_BC = logits.float().log_softmax(dim=1)
+        loss_B = -log_BC.gather(1, target_B[:, None])[:, 0]
+        for of_class in self.clades:
+            taxon_C = torch.as_tensor(of_class, device=logits.device)
+            is_other_BC = taxon_C != taxon_C[target_B][:, None]
+            loss_B = loss_B - log_BC.masked_fill(is_other_BC, -torch.inf).logsumexp(dim=1)
+        return (loss_B * weight_B).mean() / (1 + len(self.clades))
 
 
 class TokenNet(ReadNet):
