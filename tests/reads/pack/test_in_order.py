@@ -12,6 +12,7 @@ import pytest
 
 import millstream as ms
 from millstream.errors import BadSetting, BadSource, StoreExists
+from millstream.reads.files.index import IndexLimits
 from millstream.reads.pack.pack import pack
 from support.commands import run_here
 
@@ -62,6 +63,26 @@ def test_a_truncated_or_damaged_file_is_noticed_and_salvaged_up_to_its_last_whol
     source.write_bytes(flipped)
     with pytest.raises(BadSource, match="is damaged before byte"):
         pack([source], tmp_path / "other.pack")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_interrupted_pack_is_resumed_to_the_same_bytes(tmp_path: Path, text: bytes, codec: str):
+    source = tmp_path / f"reads.fq.{codec}"
+    source.write_bytes(CODECS[codec](text))
+    limits = IndexLimits(buffer_bytes=1 << 16)
+    calls: list[int] = []
+
+    def stop(done: int, note: str = "") -> None:
+        calls.append(done)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack([source], tmp_path / "a.pack", progress=stop, limits=limits, commit_s=0)
+    assert (tmp_path / "a.pack.partial").exists()
+    pack([source], tmp_path / "a.pack", limits=limits)
+    pack([source], tmp_path / "b.pack", limits=limits)
+    assert (tmp_path / "a.pack").read_bytes() == (tmp_path / "b.pack").read_bytes()
 
 
 def stdin_of(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
