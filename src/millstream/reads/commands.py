@@ -1,17 +1,13 @@
 """The commands for reads, and how reads are inspected and verified."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from millstream.cli.app import TRAIN, Address, EngineName, Json, RunFolder, Workers, finish, parse_path, print_json
+from millstream.cli.app import TRAIN, Address, EngineName, Json, Workers, finish, parse_path, print_json
 from millstream.errors import BadSetting
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from millstream.core.console import Progress
+from millstream.reads.classify_command import IndexDir, classify
 
 PANEL = "Sequencing: from genomes and FASTA/FASTQ to reads"
 
@@ -28,11 +24,6 @@ Mismatch = Annotated[
 ]
 Salvage = Annotated[bool, typer.Option("--salvage", help="Use what checksums verify before the damage in a file.")]
 Unverified = Annotated[bool, typer.Option("--unverified", help="Use all text before the damage, verified or not.")]
-IndexDir = Annotated[
-    Path | None,
-    typer.Option(help="Folder for indexes.", show_default="beside the files", metavar="FOLDER", parser=parse_path),
-]
-ReadFiles = Annotated[list[str], typer.Argument(help="FASTA or FASTQ files, folders or patterns.", metavar="READS")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -351,109 +342,3 @@ def fetch(
             write(text)
     if not is_stdout:
         finish(f"{out}: {plural(len(names), 'record')}", "index", out)
-
-
-def classify(
-    run: RunFolder,
-    reads: ReadFiles,
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out",
-            "--output",
-            "-o",
-            help="TSV; in Kraken 2's format if it ends in .kraken, a CAMI binning if in .binning; - is stdout.",
-            metavar="FILE",
-        ),
-    ],
-    model: Annotated[
-        str | None, typer.Option(help="Model of the run.", show_default="the best on validation", metavar="NAME")
-    ] = None,
-    paired: Annotated[bool, typer.Option("--paired", help="Neighbouring reads are mates.")] = False,
-    mates: Annotated[
-        list[str] | None, typer.Option(help="Files with the second mates of the read pairs.", metavar="FILE")
-    ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            help="Minimum probability; below it, reads are assigned to a higher rank, or unclassified.",
-            show_default="0.5",
-            metavar="P",
-        ),
-    ] = None,
-    precision: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the reads assigned at each rank that should be correct, instead of a threshold.",
-            metavar="P",
-        ),
-    ] = None,
-    report: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--report",
-            "--kraken-output",
-            help="Also write a Kraken 2-style report (a CAMI profile if it ends in .profile), and abundances.",
-            metavar="FILE",
-        ),
-    ] = None,
-    classified_out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the classified reads; # stands for _1 and _2, the mates.", metavar="FILE"),
-    ] = None,
-    unclassified_out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the unclassified reads, the same way.", metavar="FILE"),
-    ] = None,
-    memory: Annotated[
-        str, typer.Option(help="Memory budget of the reads, in addition to the model.", metavar="SIZE")
-    ] = "1GB",
-    index_dir: IndexDir = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the output and the report.")] = False,
-    engine: EngineName = "local",
-    address: Address = None,
-    workers: Workers = None,
-    as_json: Json = False,
-) -> None:
-    """Classify reads with a trained model.
-
-    Writes a TSV with read, class, tax_id, taxon, rank and probability.
-    Run the same command again to resume.
-    """
-    from contextlib import nullcontext
-    from dataclasses import asdict
-
-    from millstream.core.console import interruptible, progress, silent
-    from millstream.core.engine import Engine
-    from millstream.core.memory import Allowance
-    from millstream.core.remote import to_path
-    from millstream.reads.classify import classify as predict
-
-    out = to_path(out)
-    is_stdout = str(out) == "-"
-    if is_stdout and as_json:
-        raise BadSetting("--json: stdout is for the rows. Choose a file: --out calls.tsv")
-
-    def watch(total: int) -> "AbstractContextManager[Progress]":
-        if is_stdout:  # a progress bar would mix with the rows on the same terminal
-            return nullcontext(silent)
-        return progress("classify", total, unit="reads", memory=Allowance(memory).usage)  # the model is loaded by then
-
-    with interruptible() as stop:
-        done = predict(
-            run, reads, out, model=model, mates=mates or None, paired=paired, threshold=threshold, precision=precision,
-            report=list(report or []), classified_out=classified_out, unclassified_out=unclassified_out, memory=memory,
-            index_dir=index_dir,
-            force=force, engine=Engine(engine, address, workers), watch=watch, stop=stop,
-        )  # fmt: skip
-    if as_json:
-        print_json(asdict(done))
-    what = "reads" if done.num_rows == done.num_reads else "read pairs"
-    count = f"{done.num_rows:,} {what}, {done.num_classified:,} classified, {done.num_unclassified:,} unclassified"
-    if done.interrupted:
-        remedy = "" if is_stdout else "; progress saved; run the same command to resume"
-        finish(f"{out}: {count} so far; interrupted{remedy}")
-        raise typer.Exit(130)
-    taxa = f"; report in {' and '.join(map(str, report))}" if report else "; --report also writes a report of the taxa"
-    speed = f"; {done.reads_per_s:,.0f} reads/s" if done.num_resumed < done.num_rows else ""
-    finish(f"{out}: {count}{speed}{taxa}", "view", run)
