@@ -54,6 +54,7 @@ for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotli
 NOT_RUN = {
     ("docs/how-to/compare.md", "needs a Ray cluster"),
     ("docs/how-to/many-gpus.md", "needs four GPUs"),
+    ("docs/how-to/cami.md", "needs OPAL and AMBER"),
     ("docs/how-to/many-gpus.md", "needs several machines"),
     ("docs/how-to/many-gpus.md", "needs a Ray cluster"),
     ("docs/how-to/many-gpus.md", "needs machines and a bucket"),

@@ -1,5 +1,7 @@
 """Abundances: exact sums however reads are split, and closer to the truth than counts where classes are confusable."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,8 @@ from millstream.reads import evidence as evidence_module
 from millstream.reads.abundance import HEAD, abundance_table, estimate
 from millstream.reads.evidence import UNIT, Evidence, EvidenceSum
 from millstream.reads.kraken import Assignments
-from millstream.reads.mapping import load_classes, load_mapping
+from millstream.reads.mapping import classes_from_card, load_classes, load_mapping
+from millstream.reads.study import make_study
 
 
 def made(likely: np.ndarray) -> Evidence:
@@ -87,3 +90,16 @@ def test_the_table_has_all_reads_and_says_what_is_unclassified():
     assert table["abundance"] == ["0.5", "0.5", ""] and table["genome_length"] == ["4000", "1000", ""]
     some = load_classes(load_mapping({**columns, "genome_length": [4000, None]}))
     assert some.genome_lengths is None
+
+
+def test_a_run_keeps_the_lengths_of_the_genomes_it_is_trained_on(tmp_path: Path):
+    (tmp_path / "genomes").mkdir()
+    for name, length in (("562_a.fa", 3000), ("562_b.fa", 5000), ("563_c.fa", 2000)):
+        (tmp_path / "genomes" / name).write_text(f">one\n{'ACGT' * (length // 4)}\n")
+    mapping, folder = tmp_path / "species.tsv", str(tmp_path / "genomes")
+    for head, of_first in (("class_id\ttax_id\tname", 4000), ("class_id\ttax_id\tname\tgenome_length", 7)):
+        cells = "\t7" if "length" in head else ""
+        mapping.write_text(f"{head}\n1\t562\ta{cells}\n2\t563\tb{cells}\n")
+        settings = {"data": {"train": folder, "val": folder}, "mapping": str(mapping), "model": "kmer-linear"}
+        lengths = classes_from_card(make_study(settings).card).genome_lengths
+        assert lengths is not None and lengths.tolist() == [of_first, 7 if cells else 2000]

@@ -371,9 +371,11 @@ def test_a_missing_mapping_is_written_and_used_the_next_time(genomes: Genomes, t
     again = write_genome(tmp_path / "562.fna", {"another": random_bases(500, 9)})
     first = draw([*genomes, again], tmp_path / "a.fa", reads=200, length=50, mapping=mapping)
     lines = [line.split("\t") for line in mapping.read_text().splitlines()]
-    assert lines[0] == ["class_id", "tax_id", "species", "genus"]
+    assert lines[0] == ["class_id", "tax_id", "species", "genus", "genome_length"]
     assert [line[:2] for line in lines[1:]] == [["0", "562"], ["1", "573"], ["2", "77"]]
-    assert lines[2][2:] == ["Klebsiella pneumoniae", "Klebsiella"]
+    assert lines[2][2:4] == ["Klebsiella pneumoniae", "Klebsiella"]
+    of_first = sum(map(len, next(iter(genomes.values())).values()))
+    assert float(lines[1][4]) == pytest.approx((of_first + 500) / 2, abs=1)  # the mean of two genomes
     assert {(one.class_id, one.sequence) for one in first if one.tax_id == 562} == {
         (0, "NC_1.1"),
         (0, "plasmid_two"),
@@ -396,7 +398,7 @@ def test_genomes_without_a_taxon_are_matched_by_name(tmp_path: Path):
     mapping = tmp_path / "species.tsv"
     first = draw(paths, tmp_path / "a.fa", reads=20, length=50, mapping=mapping)
     again = draw(paths[::-1], tmp_path / "b.fa", reads=20, length=50, mapping=mapping)
-    assert mapping.read_text().splitlines()[1:] == ["0\t0\tAlba minor\tAlba", "1\t0\tAlba major\tAlba"]
+    assert mapping.read_text().splitlines()[1:] == ["0\t0\tAlba minor\tAlba\t200", "1\t0\tAlba major\tAlba\t200"]
     for made in (first, again):
         assert {(read.class_id, "AACC" in read.bases or "GGTT" in read.bases) for read in made} == {
             (0, False),

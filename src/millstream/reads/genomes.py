@@ -13,7 +13,7 @@ from millstream.core.files import publish
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.features import COMPLEMENT, UPPER
 from millstream.reads.labels import SPECIES, FileClasses, species_of, taxon_of
-from millstream.reads.mapping import load_mapping
+from millstream.reads.mapping import GENOME_LENGTH, load_mapping
 from millstream.reads.open import open_reads
 from millstream.reads.reads import Reads
 from millstream.reads.tokenizers.kmers import Bases, Numbers
@@ -100,16 +100,20 @@ def _class_ids(genomes: Sequence[Genome], mapping: Path | None) -> list[int]:
     keys = [genome.tax_id or -1 - place for place, genome in enumerate(genomes)]  # without a taxon, one class each
     classes = {key: number for number, key in enumerate(dict.fromkeys(keys))}
     if mapping is not None:
-        _write_mapping(mapping, {classes[key]: genome for key, genome in zip(keys, genomes, strict=True)})
+        of_class: dict[int, list[Genome]] = {}
+        for key, genome in zip(keys, genomes, strict=True):
+            of_class.setdefault(classes[key], []).append(genome)
+        _write_mapping(mapping, of_class)
     return [classes[key] for key in keys]
 
 
-def _write_mapping(out: Path, genomes: dict[int, Genome]) -> None:
-    """`class_id tax_id species genus`, from the names of the files."""
-    lines = [f"class_id\ttax_id\t{SPECIES}\tgenus"]
-    for class_id, genome in genomes.items():
-        name = species_of(genome.path)
+def _write_mapping(out: Path, genomes: dict[int, list[Genome]]) -> None:
+    """`class_id tax_id species genus`, from the names of the files, and the mean length of the genomes."""
+    lines = [f"class_id\ttax_id\t{SPECIES}\tgenus\t{GENOME_LENGTH}"]
+    for class_id, some in genomes.items():
+        name = species_of(some[-1].path)
         genus = name.split()[0] if " " in name else ""
-        lines.append(f"{class_id}\t{genome.tax_id}\t{name}\t{genus}")
+        length = round(sum(int(genome.lengths.sum()) for genome in some) / len(some))
+        lines.append(f"{class_id}\t{some[-1].tax_id}\t{name}\t{genus}\t{length}")
     publish(out, ("\n".join(lines) + "\n").encode())
     say(f"{out}: {len(genomes)} classes")

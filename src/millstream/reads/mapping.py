@@ -22,7 +22,8 @@ KEY, FILE = "class_id", "file"
 TAX_ID = ("tax_id", "taxid", "taxon_id")  # columns of tax ids
 _NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
 _NULLS = ("", "NA", "N/A", "#N/A", "null", "NULL", "NaN", "nan")  # in a column of numbers
-_LENGTH = ("genome_length", "length")
+GENOME_LENGTH = "genome_length"
+_LENGTH = (GENOME_LENGTH, "length")
 
 
 class DataFrame(Protocol):
@@ -322,7 +323,7 @@ class Classes:
             for label, (class_id, taxon) in enumerate(zip(self.mapping.ids.tolist(), self.taxa, strict=True))
         ]
         if (lengths := self.genome_lengths) is not None:
-            rows = [{**row, _LENGTH[0]: length} for row, length in zip(rows, lengths.tolist(), strict=True)]
+            rows = [{**row, GENOME_LENGTH: length} for row, length in zip(rows, lengths.tolist(), strict=True)]
         return {"classes": rows, "ranks": {rank.name: [asdict(taxon) for taxon in rank.taxa] for rank in self.ranks}}
 
 
@@ -353,7 +354,7 @@ def classes_from_card(card: Mapping[str, object]) -> Classes:
     """The classes on the data card of a run, without its mapping and taxonomy files."""
     rows = cast("list[dict[str, Any]]", card["classes"])
     ranks = cast("dict[str, list[dict[str, Any]]]", card["ranks"])
-    names = ["class_id", "name", "tax_id", *([_LENGTH[0]] if rows and _LENGTH[0] in rows[0] else [])]
+    names = ["class_id", "name", "tax_id", *([GENOME_LENGTH] if rows and GENOME_LENGTH in rows[0] else [])]
     columns = {name: [row[name] for row in rows] for name in names}
     return Classes(
         load_mapping(columns),

@@ -25,7 +25,7 @@ from millstream.reads.files.index import IndexSettings
 from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.labels import are_by_file
 from millstream.reads.leaks import shared_sequences
-from millstream.reads.mapping import Classes, load_classes, load_mapping
+from millstream.reads.mapping import GENOME_LENGTH, KEY, Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, interleaved, open_reads, watch_index
 from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import Reads
@@ -38,6 +38,7 @@ GROUPS_HELD_OUT, ATTEMPTS = 0.1, 20
 MANY_SHARED = 0.005  # of the reads of a split
 BLOCK = 1 << 18
 SORTING = 40  # bytes per read while reads are sorted by class
+GENOME_BASES = 1000  # per record, at least: shorter ones are taken for reads
 UNKNOWN = -1  # the label of a read whose class is not in the mapping
 Counts = NDArray[np.int64]
 
@@ -87,6 +88,9 @@ class Classification:
         card = classes.card()
         for label, row in enumerate(card["classes"]):
             row["reads"] = {name: int(counts[label]) for name, counts in splits.counts.items()}
+        if classes.genome_lengths is None and (lengths := _genome_lengths(splits.files[TRAIN], self.settings)):
+            for row in card["classes"]:
+                row[GENOME_LENGTH] = lengths.get(row["class_id"])
         return {
             "kind": "reads",
             "fingerprint": config_hash(
@@ -256,6 +260,19 @@ def sample_evenly(train: Collection, num_classes: int, *, seed: int, memory: int
     each, more = divmod(len(train), len(parts))
     drawn = tuple(each + (number < more) for number in range(len(parts)))
     return Mixture(Concat(parts), Drawn(tuple(map(len, parts)), (drawn,), seed))
+
+
+def _genome_lengths(reads: Reads, settings: ReadSettings) -> dict[int, float] | None:
+    """The mean length of each class's genomes, if they are the training files."""
+    is_of_genomes = GENOME_BASES * len(reads) <= reads.num_bases and not any(part.has_quality for part in reads.parts)
+    if not (is_of_genomes and are_by_file(reads.paths, load_mapping(settings.mapping), settings.data.header_regex)):
+        return None
+    starts = np.cumsum([0, *(part.records for part in reads.parts[:-1])])
+    owners = reads.fetch(starts, [KEY]).columns[KEY]
+    lengths: dict[int, list[int]] = {}
+    for part, class_id in zip(reads.parts, owners, strict=True):
+        lengths.setdefault(int(cast(int, class_id)), []).append(part.bases)
+    return {class_id: float(np.mean(some)) for class_id, some in lengths.items()}
 
 
 def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = False) -> Reads:
