@@ -89,7 +89,7 @@ def make_genomes(folder: Path) -> None:
     rng = np.random.default_rng(0)
     (folder / "strains").mkdir(parents=True)
     for name in SPECIES:
-        bases = rng.integers(0, 4, 4_000)
+        bases = rng.integers(0, 4, 24_000)
         changed = np.where(rng.random(bases.size) < 0.02, rng.integers(0, 4, bases.size), bases)
         for place, strain in ((folder, bases), (folder / "strains", changed)):
             text = "".join("ACGT"[base] for base in strain)

@@ -18,17 +18,20 @@ from millstream.core.remote import to_path
 from millstream.core.split import split
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.calibration import write_calibrations
-from millstream.reads.classifiers import CLASSIFIERS, COUNTED, ClassifierSpec
+from millstream.reads.classifiers import CLASSIFIERS, COUNTED, KMER_EXACT, SYNCMERS, ClassifierSpec
+from millstream.reads.classifiers.exact import FRAGMENT
 from millstream.reads.classifiers.hf import LIBRARIES
+from millstream.reads.files import NAME, QUALITY, SEQUENCE
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings
+from millstream.reads.fragments import Fragments, are_genomes
 from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.labels import are_by_file
 from millstream.reads.leaks import shared_sequences
 from millstream.reads.mapping import GENOME_LENGTH, KEY, Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, interleaved, open_reads, watch_index
 from millstream.reads.qualities import check_qualities
-from millstream.reads.reads import Reads
+from millstream.reads.reads import FILE, Reads
 from millstream.training.study import Built, Fold, ModelSpec, NetModel
 from millstream.training.task import count_labels, label_slices, labels_of
 
@@ -37,6 +40,8 @@ HELD_OUT_BELOW = np.uint64((1 << 24) // 50)  # of 24 random bits: one in 50 pair
 GROUPS_HELD_OUT, ATTEMPTS = 0.1, 20
 MANY_SHARED = 0.005  # of the reads of a split
 BLOCK = 1 << 18
+SHORT = 150  # bases of the fragments of genomes, for other models than kmer-exact
+HELD_OUT_BASES, MANY = 20_000, 500  # neighbouring fragments are held out together, if there are so many blocks
 SORTING = 40  # bytes per read while reads are sorted by class
 GENOME_BASES = 1000  # per record, at least: shorter ones are taken for reads
 UNKNOWN = -1  # the label of a read whose class is not in the mapping
@@ -74,6 +79,8 @@ class Classification:
             self.train = sample_evenly(splits.train, len(splits.classes), seed=settings.seed, memory=memory)
             once = dict.fromkeys(COUNTED, splits.train)  # k-mer counting must see every read once
             specs = [replace(spec, reads=once.get(spec.name)) for spec in specs]
+        if splits.whole is not None:
+            specs = [replace(spec, reads=splits.whole if spec.name == KMER_EXACT else spec.reads) for spec in specs]
         for spec in specs:
             spec.kit()  # raises BadSetting before anything is written
         self.specs: Sequence[ModelSpec] = specs
@@ -170,10 +177,14 @@ class ReadSplits:
     scored: Mapping[str, Collection]
     files: Mapping[str, Reads]
     counts: Mapping[str, Counts]  # reads per class in each split, and last those of no known class
+    whole: Collection | None = None  # training genomes in long fragments, for kmer-exact
 
 
 def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
-    """Open all files. Classes in `train` must be in the mapping; in other splits unknown ones are counted."""
+    """Open all files. Classes in `train` must be in the mapping; in other splits unknown ones are counted.
+
+    Genomes are cut into fragments.
+    """
     classes = load_classes(load_mapping(settings.mapping), to_path(settings.taxonomy) if settings.taxonomy else None)
     files = {TRAIN: _open(settings, settings.data.train, memory, strict=True)}
     if settings.data.val:
@@ -185,16 +196,26 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
                 raise BadSetting(f"data.test={settings.data.test}: two splits named {name}; rename a file")
             files[name] = _open(settings, place.strip(), memory)
     check_qualities([part for reads in files.values() for part in reads.parts], settings.needs_qualities)
-    counts = {name: count_labels(reads, len(classes)) for name, reads in files.items()}
-    found: dict[str, Collection] = {n: interleaved(reads) if settings.paired else reads for n, reads in files.items()}
-    train = found[TRAIN]
+    has_genomes = are_genomes(files[TRAIN])
+    if settings.paired and any(map(are_genomes, files.values())):
+        raise BadSetting("paired=true: genomes have no mates. Give reads, or leave it out")
+    records: dict[str, Collection] = {
+        name: interleaved(reads) if settings.paired else _fragments(reads, SHORT) if are_genomes(reads) else reads
+        for name, reads in files.items()
+    }
+    counts = {name: count_labels(some, len(classes)) for name, some in records.items()}
+    train = records[TRAIN]
+    fragments = _fragments(files[TRAIN], FRAGMENT, SYNCMERS.k - 1) if has_genomes else None
+    whole = None if fragments is None else _labelled(fragments)
     if counts[TRAIN][UNKNOWN]:
-        train = Subset(train, Marked(labels != UNKNOWN for labels in label_slices(train)))
+        train = _labelled(train)
     if not len(train):
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
-    scored: dict[str, Collection] = {VAL: train, **{name: found[name] for name in files if name != TRAIN}}
+    scored: dict[str, Collection] = {VAL: train, **{name: records[name] for name in records if name != TRAIN}}
     if not settings.data.val:
-        train, scored[VAL] = _hold_out(settings, files[TRAIN], train, whole=found[TRAIN])
+        train, scored[VAL] = _hold_out(settings, records[TRAIN], train, has_genomes=has_genomes)
+        if fragments is not None and whole is not None and settings.by is not None:
+            whole, _ = _hold_out_groups(settings, fragments, whole)
         counts[VAL] = count_labels(scored[VAL], len(classes))
         counts[TRAIN] = count_labels(train, len(classes))
     if not counts[VAL][:-1].any():
@@ -202,39 +223,48 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
         raise BadSource(f"{place}: none of its validation reads has a class in {settings.mapping}")
     if settings.paired:
         scored = {name: as_pairs(files.get(name, files[TRAIN]), part) for name, part in scored.items()}
-    return ReadSplits(classes, train, scored, files, counts)
+    return ReadSplits(classes, train, scored, files, counts, whole)
 
 
 def _hold_out(
-    settings: ReadSettings, reads: Reads, known: Collection, *, whole: Collection
+    settings: ReadSettings, reads: Collection, known: Collection, *, has_genomes: bool
 ) -> tuple[Collection, Collection]:
     """The reads of known classes to train on, and those to validate on: of other groups, or a sample."""
     place, by = settings.data.train, settings.by
     if by is None:
-        train = Subset(known, Marked(~held_out for held_out in _held_out(len(known))))
-        val = Subset(known, Marked(_held_out(len(known))))
+        # of genomes whole blocks, smaller ones if there are few
+        together = min(max(len(known) // MANY, 2), HELD_OUT_BASES // SHORT) if has_genomes else 2
+        train = Subset(known, Marked(~held_out for held_out in _held_out(len(known), together)))
+        val = Subset(known, Marked(_held_out(len(known), together)))
         if not len(train) or not len(val):
             raise BadSource(f"{place}: too few reads to hold some out for validation. Set data.val=FILE")
         say(
-            "data.val is not set: 2 % of the reads in data.train are held out for validation. They are from the "
+            "data.val is not set: 2 % of the genomes in data.train, in blocks, are held out for validation, but not "
+            f"from {KMER_EXACT}, whose table has all. Hold out genomes (by=) to validate on unseen strains"
+            if has_genomes
+            else "data.val is not set: 2 % of the reads in data.train are held out for validation. They are from the "
             "training genomes; hold out genomes (by=) to validate on unseen strains"
         )
         return train, val
-    if by not in reads.field_names:
-        has = ", ".join(["file", *reads.column_names])
-        raise BadSetting(f"by={by}: the reads have no such column; must be one of {has}, or name")
-    for attempt in range(ATTEMPTS):  # of a few groups, none may be held out at first
-        parts = split(whole, {TRAIN: 1 - GROUPS_HELD_OUT, VAL: GROUPS_HELD_OUT}, by=by, salt=f"{attempt or ''}")
-        train, val = (
-            part if known is whole else Subset(part, Marked(labels != UNKNOWN for labels in label_slices(part)))
-            for part in parts
-        )
-        if len(train) and len(val):
-            break
-    else:
-        raise BadSource(f"{place}: has too few values of {by} to hold some of them out. Set data.val=FILE")
+    train, val = _hold_out_groups(settings, reads, known)
     say(f"{len(val):,} of {len(known):,} reads are held out for validation: those of a tenth of the values of {by}")
     return train, val
+
+
+def _hold_out_groups(settings: ReadSettings, reads: Collection, known: Collection) -> tuple[Collection, Collection]:
+    """The reads of known classes, without those of some values of the column `by`, and these."""
+    by, place = settings.by, settings.data.train
+    assert by is not None
+    if by not in reads.field_names:
+        others = [name for name in reads.field_names if name not in (SEQUENCE, QUALITY, NAME, FILE)]
+        has = ", ".join([FILE, *others])
+        raise BadSetting(f"by={by}: the reads have no such column; must be one of {has}, or name")
+    for attempt in range(ATTEMPTS):  # of a few groups, none may be held out at first
+        parts = split(reads, {TRAIN: 1 - GROUPS_HELD_OUT, VAL: GROUPS_HELD_OUT}, by=by, salt=f"{attempt or ''}")
+        train, val = (part if known is reads else _labelled(part) for part in parts)
+        if len(train) and len(val):
+            return train, val
+    raise BadSource(f"{place}: has too few values of {by} to hold some of them out. Set data.val=FILE")
 
 
 def sample_reads(val: Collection, most: int, mates: int) -> Collection:
@@ -295,8 +325,17 @@ def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = Fal
     )
 
 
-def _held_out(size: int) -> Iterator[NDArray[np.bool_]]:
-    """Whether each read is held out: random pairs of neighbours, the same every time."""
+def _fragments(genomes: Reads, length: int, overlap: int = 0) -> Collection:
+    return Fragments(genomes, length=length, overlap=overlap)
+
+
+def _labelled(records: Collection) -> Collection:
+    """Those of a known class."""
+    return Subset(records, Marked(labels != UNKNOWN for labels in label_slices(records)))
+
+
+def _held_out(size: int, together: int) -> Iterator[NDArray[np.bool_]]:
+    """Whether each read is held out: random groups of so many neighbours, the same every time."""
     for first in range(0, size, BLOCK):
-        pairs = np.arange(first, min(first + BLOCK, size)) // 2
-        yield mix_words(pairs) >> np.uint64(40) < HELD_OUT_BELOW
+        groups = np.arange(first, min(first + BLOCK, size)) // together
+        yield mix_words(groups) >> np.uint64(40) < HELD_OUT_BELOW

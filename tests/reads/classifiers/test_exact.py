@@ -13,7 +13,9 @@ import torch
 import millstream as ms
 from millstream.reads.batch import ReadBatch
 from millstream.reads.classifiers import classifier_kit
-from millstream.reads.classifiers.exact import KmerExact
+from millstream.reads.classifiers.evidence import ChosenKmers, evidence, whole_reads
+from millstream.reads.classifiers.exact import KmerExact, is_left_out
+from millstream.reads.classifiers.kmer_sets import KmerSets
 from millstream.reads.classifiers.nets import probabilities
 from millstream.reads.kind import ReadSettings
 from millstream.reads.simulate import SimulateSettings, simulate
@@ -46,19 +48,12 @@ def batch_of(reads: Sequence[str], labels: Sequence[int] = ()) -> Batch:
     return {name: torch.as_tensor(value) for name, value in made.items()}
 
 
-def trained(reads: Sequence[str], labels: Sequence[int], *, steps: int = 120) -> KmerExact:
+def trained(reads: Sequence[str], labels: Sequence[int]) -> KmerExact:
     torch.manual_seed(0)
     batch = batch_of(reads, labels)
     net = KIT.build(batch)
     assert isinstance(net, KmerExact)
     net.prepare([batch])
-    optimizer = net.optimizer(0.03, 0.0)
-    net.train()
-    for _ in range(steps):
-        loss, _ = net(batch, batch["label"], torch.ones(len(labels)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
     return net.eval()
 
 
@@ -108,20 +103,37 @@ def test_a_net_that_is_restored_answers_the_same(net: KmerExact):
     assert np.array_equal(found(again.eval(), reads)[0], found(net, reads)[0])
 
 
-def test_training_hides_classes_and_mutates_but_the_table_stays():
+def test_what_training_draws_is_repeated_and_its_steps_change_nothing(net: KmerExact):
     reads, labels = pieces(GENOMES[0], 200, 0) + pieces(GENOMES[1], 200, 1), [0] * 200 + [1] * 200
-    net = trained(reads, labels, steps=0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     batch = batch_of(reads, labels)
-    net.train()
     torch.manual_seed(3)
     loss, _ = net(batch, batch["label"], torch.ones(400))
     torch.manual_seed(3)
     assert net(batch, batch["label"], torch.ones(400))[0] == loss  # a resumed run draws the same
     loss.backward()
     net.optimizer(0.1, 0.0).step()
-    after = net.state_dict()
-    assert all(torch.equal(after[name], before[name]) == (name in net.BUFFERS) for name in before)
+    assert {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])} == set()
+
+
+def test_kmers_of_blocks_that_are_left_out_count_only_when_reads_are_classified():
+    """A class has the first half of its genome only in a block that is left out."""
+    numbers = np.arange(10_000)
+    out, kept = (numbers[is_left_out(numbers) == which][0] for which in (True, False))
+    genome = dna(4000)
+    halves = batch_of([genome[:2020], genome[2000:], dna(4000)], [0, 0, 1])
+    halves["numbers"] = torch.tensor([out, kept, kept + 1])
+    net = KIT.build(halves)
+    assert isinstance(net, KmerExact)
+    net.prepare([halves])
+    whole = batch_of([genome[:500], genome[3000:3500]])
+    found = net.logits(whole)[0].argmax(dim=1)
+    assert found.tolist() == [0, 0]
+    chosen = ChosenKmers(*(whole[name].numpy() for name in ("kmers", "places", "starts")))
+    sets = KmerSets(*(getattr(net, name).numpy() for name in net.BUFFERS))
+    tested = whole_reads(np.array([500, 500]))._replace(is_tested=True)
+    seen = evidence(chosen, tested, sets, by=net.chosen, num_classes=2)
+    assert seen.classes[:, 0].tolist() == [-1, 0]
 
 
 def test_it_is_trained_saved_and_classifies_as_other_models_do(tmp_path: Path):
@@ -131,7 +143,7 @@ def test_it_is_trained_saved_and_classifies_as_other_models_do(tmp_path: Path):
     mapping, reads = tmp_path / "species.tsv", tmp_path / "reads.fa"
     simulate(genomes, [reads], settings=SimulateSettings(reads=1500, length=LENGTH), mapping=mapping)
     out = tmp_path / "run"
-    settings = {"model": "kmer-exact", "epochs": 3, "batch_size": 64, "lr": 0.03, "memory": "300MB"}
+    settings = {"model": "kmer-exact", "memory": "300MB"}
     ms.train({"train": str(reads)}, mapping=str(mapping), out=str(out), **settings)
     mixed = tmp_path / "mixed.fa"
     own = [f">own{number}\n{read}\n" for number, read in enumerate(pieces(GENOMES[1][:3000], 20, 9))]

@@ -53,7 +53,7 @@ CLASSIFIERS = {
     "hf": "pretrained Hugging Face model",
 }
 TOKENIZERS = {"cnn": "base", "lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
-SYNCMERS = Syncmers(k=21, s=17)  # two in five k-mers
+SYNCMERS = Syncmers(k=19, s=14)  # one in three k-mers
 KS = {14: 4, 16: 8}  # k, and one in how many k-mers is kept: longer ones are more specific, but take more memory
 LEAST_BITS, MOST_BITS = 12, 24
 COPIES = 4  # of an example batch, to time a net

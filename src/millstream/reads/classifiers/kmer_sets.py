@@ -1,6 +1,6 @@
 """From labelled k-mers to a table: each k-mer that was seen often enough, and the set of classes it was seen in."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ LOAD = 0.7  # of the slots of the table
 SLOT_BYTES = 24  # of the counts, with those of the copies that are made of them
 LEAST_SLOTS = 1 << 12
 MOST_COUNT = 255
-CLASS_SHIFT = 8  # of an entry of the counts: its count is below
+IS_KEPT = 1 << 8  # of an entry of the counts: seen where nothing is left out; its count is below
+CLASS_SHIFT = 9
 SLOT_SHIFT = 30  # of a hash: the bits above place it, those below tell it from others
 THIN_BITS, TAG_BITS, ENTRY_BITS = 8, 22, 31  # of a hash: the lowest thin k-mers out, those above are its tag
 MANY = 1  # the set of a k-mer of so many classes, or of so rare a set, that it says nothing
@@ -27,11 +28,11 @@ LOW_32 = 0xFFFFFFFF
 SPREAD = 0x9E3779B1
 
 
-@dataclass(frozen=True)
-class KmerSets:
+class KmerSets(NamedTuple):
     """Open addressing: an entry is a tag of its k-mer and the number of its set; 0 is an empty slot.
 
-    Set i is `members[starts[i]:starts[i + 1]]`. `form` has the bits of set numbers, and one in how many k-mers is kept.
+    Set i is `members[starts[i]:starts[i + 1]]`: the number of a class, or its complement if the class has the k-mer
+    only where it is left out. `form`: the bits of set numbers, one in how many k-mers is kept, how many there are.
     """
 
     table: Small
@@ -55,13 +56,16 @@ class KmerCounts:
         self._counts = np.zeros(self._kmers.size, np.int32)
         self._used = 0
 
-    def add(self, kmers: Numbers, labels: Numbers) -> None:
+    def add(self, kmers: Numbers, labels: Numbers, is_left_out: NDArray[np.bool_] | None = None) -> None:
         """Count these hashes of k-mers, each of a read of this class."""
+        codes = labels << CLASS_SHIFT | IS_KEPT
+        if is_left_out is not None:
+            codes[is_left_out] ^= IS_KEPT
         done, most = 0, int(FULL * self._kmers.size)
         self._added += kmers.size
         while done < kmers.size:
             more, self._used = _count(
-                kmers[done:], labels[done:], self.every, self._kmers, self._counts, self._used, most
+                kmers[done:], codes[done:], self.every, self._kmers, self._counts, self._used, most
             )
             done += more
             if self._used >= most:
@@ -77,7 +81,7 @@ class KmerCounts:
         order = np.argsort(kmers, kind="stable")
         classes, kmers = classes[order], kmers[order]
         del order
-        marks = (mix_words(np.arange(self.num_classes), 0, 0) >> np.uint64(2)).astype(np.int64)
+        marks = (mix_words(np.arange(2 * self.num_classes), 0, 0) >> np.uint64(2)).astype(np.int64)
         sets, starts = np.zeros(kmers.size, np.int32), np.zeros(MOST_SETS + 1, np.int32)
         members = np.empty(MOST_MEMBERS, np.int32)
         num_kmers, num_sets = _intern(kmers, classes, marks, sets, starts, members)
@@ -85,7 +89,7 @@ class KmerCounts:
         table = np.zeros(max(int(num_kmers / LOAD), 1) + 1, np.int32)
         _fill(kmers[:num_kmers], sets[:num_kmers], bits, table)
         starts = starts[: num_sets + 1].copy()
-        return KmerSets(table, starts, members[: starts[-1]].copy(), np.array([bits, self.every], np.int64))
+        return KmerSets(table, starts, members[: starts[-1]].copy(), np.array([bits, self.every, num_kmers], np.int64))
 
     def _least(self) -> Numbers:
         """How often a k-mer must be seen, for each class: more than once where coverage is high."""
@@ -131,11 +135,11 @@ def _slot_in(kmer: int, label: int, size: int) -> int:
 
 @kernel
 def _count(
-    kmers: Numbers, labels: Numbers, every: int, known: Numbers, counts: Small, used: int, most: int
+    kmers: Numbers, codes: Numbers, every: int, known: Numbers, counts: Small, used: int, most: int
 ) -> tuple[int, int]:
     """How many of the k-mers were counted before `most` slots were in use, and how many are."""
     for i in range(kmers.size):
-        kmer, label = kmers[i], labels[i]
+        kmer, label = kmers[i], codes[i] >> CLASS_SHIFT
         if kmer & (every - 1):
             continue
         slot = _slot_in(kmer, label, known.size)
@@ -147,10 +151,10 @@ def _count(
             if used >= most:
                 return i, used
             known[slot] = kmer + 1
-            counts[slot] = (label << CLASS_SHIFT) | 1
+            counts[slot] = codes[i] + 1
             used += 1
-        elif counts[slot] & MOST_COUNT < MOST_COUNT:
-            counts[slot] += 1
+        else:
+            counts[slot] = (counts[slot] | (codes[i] & IS_KEPT)) + (counts[slot] & MOST_COUNT < MOST_COUNT)
     return kmers.size, used
 
 
@@ -182,12 +186,12 @@ def _drop(known: Numbers, counts: Small, least: Numbers, every: int) -> int:
 
 @kernel
 def _gather(known: Numbers, counts: Small, least: Numbers) -> int:
-    """Move the k-mers seen often enough in a class to the front, each with its class; how many."""
+    """Move the k-mers seen often enough in a class to the front, each with its class as in a set; how many."""
     kept = 0
     for slot in range(known.size):
         label = counts[slot] >> CLASS_SHIFT
         if known[slot] != 0 and counts[slot] & MOST_COUNT >= least[label]:
-            known[kept], counts[kept] = known[slot] - 1, label
+            known[kept], counts[kept] = known[slot] - 1, label if counts[slot] & IS_KEPT else ~label
             kept += 1
     return kept
 
@@ -217,7 +221,8 @@ def _intern(
     while first < kmers.size:
         last, mark = first, 0
         while last < kmers.size and kmers[last] == kmers[first]:
-            mark = (mark + marks[classes[last]]) & ((1 << 62) - 1)
+            own = classes[last]
+            mark = (mark + marks[2 * own if own >= 0 else 2 * ~own + 1]) & ((1 << 62) - 1)
             last += 1
         found = MANY
         if last - first <= LARGEST_SET:
