@@ -1,7 +1,7 @@
-"""Training: graphs as one union or one by one, streaming or in RAM.
+"""Training: graphs as one union or one by one, streaming or in RAM, reads of uneven lengths.
 
     python benchmarks/train.py                    # about 5 minutes, 1 GB of disk; benchmarks/results/train.json
-    python benchmarks/train.py graphs epoch       # parts: graphs, epoch
+    python benchmarks/train.py graphs epoch       # parts: graphs, epoch, lengths
     python benchmarks/train.py quick=true         # small sizes, in less than a minute; train-quick.json
     python benchmarks/train.py dir=FOLDER         # where the store is written; removed at the end
 
@@ -9,6 +9,7 @@ graphs: the same net with the same weights on the same records; our features and
 against one graph per record and layer, one call per layer and a mask scan for the last token of each graph. Once with
 the default malloc, once with a malloc that keeps freed memory: otherwise page faults dominate for large tensors.
 epoch: the steps of `millstream train` on batches streamed from a store and on the same batches in RAM, interleaved.
+lengths: the passes of nets over reads of 40 to 2,000 bases, in the order of the epoch and by length within a step.
 """
 
 import gc
@@ -44,9 +45,10 @@ from millstream.training.study import Workplace
 from millstream.training.task import FitResources
 from train_data import Shape, write_store
 from train_graphs import LEAST_TURNS, GraphSizes, all_graphs, show_graphs
+from train_lengths import LengthSizes, all_lengths, show_lengths
 
 MEMORY = 500_000_000
-PARTS = ("graphs", "epoch")
+PARTS = ("graphs", "epoch", "lengths")
 CHILD = "child"
 EPOCHS_S = 35  # no new round starts after this long
 KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc: return no memory to the system
@@ -105,6 +107,9 @@ def main() -> int:
             pairs = [(model, count) for model in sizes.num_records for count in threads]
             keep("epoch", [epochs(name, store, folder, sizes, num, count) for (name, num), count in pairs])
             show_epochs(result["epoch"])
+        if "lengths" in parts:
+            keep("lengths", all_lengths(folder, LengthSizes(512, 512, turns=1) if quick else LengthSizes()))
+            show_lengths(result["lengths"])
     print(f"\n{result['seconds']:.0f} s")
     return 0
 
