@@ -148,6 +148,10 @@ def test_a_run_has_its_calibration_and_gets_it_back_without_training(made: tuple
     before, scores = written(run), run / "checkpoints" / "kmer-linear-0" / SCORES
     stamp = scores.stat().st_mtime_ns
     assert [*before] == ["kmer-linear-0"] and before["kmer-linear-0"]["held_out"] == "files"
+    others = json.dumps({"kmer-linear-0": before["kmer-linear-0"] | {"scores_crc32c": 0, "num_reads": 7}})
+    (run / CALIBRATION).write_text(others)  # as of a model that was trained again
+    ms.train(**yaml.safe_load((run / "config.yaml").read_text()))
+    assert written(run) == before
     for damaged in ("", "{", '{"kmer-linear-0": {}}', "{}"):
         (run / CALIBRATION).unlink() if not damaged else (run / CALIBRATION).write_text(damaged)
         with pytest.raises(BadSource, match=r"kmer-linear seed 0 .*millstream train .*config\.yaml out="):

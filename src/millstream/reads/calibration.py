@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +13,22 @@ from numpy.typing import NDArray
 from millstream.core.config import first_few
 from millstream.core.console import quoted
 from millstream.core.files import publish_json
+from millstream.core.fingerprint import file_crc32c
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.classifiers.nets import CLASS, PROBABILITY
 from millstream.reads.mapping import Classes, prediction_column
-from millstream.training.folder import CONFIG, JobKey, finished_jobs, read_mapping, read_scores
+from millstream.training.folder import (
+    CONFIG,
+    SCORES,
+    JobKey,
+    finished_jobs,
+    job_folder,
+    read_mapping,
+    read_scores,
+)
 
 CALIBRATION = "calibration.json"
+SCORES_CRC = "scores_crc32c"  # of the scores that it is computed from
 VAL = "val"
 PRECISIONS: Sequence[float] = (
     *(n / 100 for n in range(50, 100)),
@@ -100,22 +110,26 @@ def _numbers(scores: pa.Table, name: str) -> NDArray[Any]:
 
 
 def write_calibrations(run: Path, classes: Classes, *, held_out: str) -> None:
-    """calibration.json of a run, for all its finished models, unless it has them."""
-    jobs = {job.name: job for job in finished_jobs(run)}
-    if not jobs or [*_read(run)] == [*jobs]:
-        return
-    found: dict[str, object] = {}
-    for name, job in jobs.items():
+    """calibration.json of a run, for all its finished models: of each, unless it is there for the same scores."""
+    before, found = _read(run), dict[str, object]()
+    for job in finished_jobs(run):
+        crc = file_crc32c(job_folder(run, job) / SCORES)
+        known = before.get(job.name)
+        if isinstance(known, dict) and cast("dict[str, object]", known).get(SCORES_CRC) == crc:
+            found[job.name] = known
+            continue
         scores = read_scores(run, job)
         scores = scores.filter(pa.array(_numbers(scores, "part") == VAL))
-        found[name] = asdict(calibrate(scores, classes, held_out=held_out))
-    publish_json(run / CALIBRATION, found)
+        found[job.name] = {SCORES_CRC: crc, **asdict(calibrate(scores, classes, held_out=held_out))}
+    if found != before:
+        publish_json(run / CALIBRATION, found)
 
 
 def read_calibration(run: Path, job: JobKey) -> Calibration:
     try:
-        return Calibration(**_read(run)[job.name])
-    except (KeyError, TypeError):
+        found = _read(run)[job.name]
+        return Calibration(**{name: value for name, value in found.items() if name != SCORES_CRC})
+    except (AttributeError, KeyError, TypeError):
         raise BadSource(
             f"{run}: has no calibration of {job} for --precision. Compute it from the stored scores, without training: "
             f"millstream train {quoted(run / CONFIG)} out={quoted(run)}"
