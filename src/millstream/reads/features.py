@@ -14,7 +14,8 @@ from millstream.core.kernels import kernel
 from millstream.core.order import mix, mix_words
 from millstream.errors import BadSource
 from millstream.reads.batch import ReadBatch
-from millstream.reads.qualities import QUALITY, qualities_of, token_qualities
+from millstream.reads.files import QUALITY
+from millstream.reads.qualities import qualities_of, token_qualities
 from millstream.reads.tokenizers import tokenizer
 from millstream.reads.tokenizers.kmers import (
     CODES,

@@ -14,7 +14,6 @@ from millstream.reads.tokenizers.kmers import CODES, Bases, Numbers
 
 UNIFORM = "uniform"
 LEAST, MOST = 2, 60  # Phred values; an N has the least
-PHRED = 33  # of the character of a Phred value of 0
 ROOM = 32  # extra bases per read, to make up for deletions
 SHORTEST = 200  # of reads that differ in length, unless they are shorter on average
 LONGEST = 10  # times the mean length

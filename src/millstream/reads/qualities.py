@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -13,21 +11,12 @@ from millstream.core.kernels import kernel
 from millstream.core.record import Bytes
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import ReadBatch
+from millstream.reads.files import QUALITY
+from millstream.reads.reads import Part
 from millstream.reads.tokenizers.kmers import Bases, Numbers
 
-QUALITY = "quality"
 PHRED = 33  # of the character of a Phred value of 0
 N = ord("N")
-
-
-class Part(Protocol):
-    """A file of reads."""
-
-    has_quality: bool
-    path: Path
-
-    @property
-    def format(self) -> str: ...
 
 
 @dataclass(frozen=True)

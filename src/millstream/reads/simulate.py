@@ -19,7 +19,8 @@ from millstream.core.outputs import STDOUT, find_finished, publishing_text, reme
 from millstream.core.record import crc32c
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.genomes import Genome, load_genomes
-from millstream.reads.profiles import PHRED, PROFILES, UNIFORM, Profile, Sequenced, draw_lengths, sequence
+from millstream.reads.profiles import PROFILES, UNIFORM, Profile, Sequenced, draw_lengths, sequence
+from millstream.reads.qualities import PHRED
 from millstream.reads.tokenizers.kmers import Bases, Numbers
 
 CHUNK = 1 << 14  # fragments drawn at a time, fewer if they are long; another number gives other reads
