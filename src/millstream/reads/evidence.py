@@ -48,15 +48,14 @@ class Evidence:
     def of(cls, classes_BK: NDArray[np.integer], probability_BK: NDArray[np.floating], num_classes: int) -> "Evidence":
         """Of reads with these most probable classes, from the highest; at least one, of a probability above 0."""
         classes, likely = classes_BK[:, :MOST].astype(np.int32), probability_BK[:, :MOST].astype(np.float32)
-        if not len(classes):
-            return cls.none(num_classes)
-        ratio = likely / likely[:, :1]
-        likely = np.where(is_plausible := ratio >= LEAST, likely, 0)
-        units = np.rint(likely / likely.sum(axis=1, keepdims=True) * UNIT).astype(np.int64)
-        codes = np.where(is_plausible, classes * LEVELS + np.searchsorted(BINS, ratio, side="right"), np.int32(-1))
-        is_alone = ~is_plausible[:, 1:].any(axis=1)
+        is_alone = ~(likely[:, 1:2] >= LEAST * likely[:, :1]).any(axis=1)
         alone = np.bincount(classes[is_alone, 0], minlength=num_classes)
-        sets, weights = codes[~is_alone].astype(np.int32), units[~is_alone]
+        classes, likely = classes[~is_alone], likely[~is_alone]
+        is_plausible = likely >= LEAST * likely[:, :1]
+        codes = classes * LEVELS + np.searchsorted(BINS, likely / likely[:, :1], side="right")
+        sets = np.where(is_plausible, codes, -1).astype(np.int32)
+        likely = np.where(is_plausible, likely, 0)
+        weights = np.rint(likely / likely.sum(axis=1, keepdims=True) * UNIT).astype(np.int64)
         if missing := MOST - classes.shape[1]:
             sets = np.pad(sets, ((0, 0), (0, missing)), constant_values=-1)
             weights = np.pad(weights, ((0, 0), (0, missing)))

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.core.split import LABEL
+from millstream.reads.evidence import LEAST
 from millstream.reads.features import OTHER, QUALITIES, KmerBag
 from millstream.reads.mapping import prediction_column
 from millstream.reads.windows import WINDOWS
@@ -98,8 +99,7 @@ class ReadPredictions:
         probability_B, class_B = found_BC.max(dim=1)
         found = {CLASS: class_B.int(), PROBABILITY: probability_B * is_supported_B}
         if self.plausible:
-            likely_BK, class_BK = found_BC.topk(min(self.plausible, found_BC.shape[1]), dim=1)
-            found |= dict(zip(PLAUSIBLE, (class_BK, likely_BK), strict=True))
+            found |= dict(zip(PLAUSIBLE, self._plausible(found_BC, probability_B, class_B), strict=True))
         for name, of_class in self.ranks.items():
             taxon_C = torch.as_tensor(of_class, device=found_BC.device)
             sums_BG = found_BC.new_zeros(len(found_BC), int(of_class.max()) + 2)
@@ -108,6 +108,16 @@ class ReadPredictions:
             column = prediction_column(name)
             found |= {column: taxon_B.int(), f"{column}_{PROBABILITY}": rank_probability_B * is_supported_B}
         return found
+
+    def _plausible(self, found_BC: Tensor, probability_B: Tensor, class_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Most reads have one such class; only those of the others are sorted."""
+        count = min(self.plausible, found_BC.shape[1])
+        likely_BK = found_BC.new_zeros(len(found_BC), count)
+        class_BK = class_B.new_zeros(len(found_BC), count)
+        likely_BK[:, 0], class_BK[:, 0] = probability_B, class_B
+        (rows,) = torch.nonzero((found_BC >= LEAST * probability_B[:, None]).sum(dim=1) > 1, as_tuple=True)
+        likely_BK[rows], class_BK[rows] = found_BC[rows].topk(count, dim=1)
+        return class_BK, likely_BK
 
 
 def probabilities(net: Net, batch: Batch) -> tuple[Tensor, Tensor]:
