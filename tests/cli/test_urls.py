@@ -27,7 +27,7 @@ need("obstore", "transformers")
 
 GROUP: Any = typer.main.get_command(make_app())
 NO_PATHS = {"KEY=VALUE", "NUMBER", "N", "X", "NAME", "HOST:PORT", "SIZE", "REGEX", "NAMES", "ACTION", "P", "RATE"}
-NO_PATHS |= {"KIND", "SQL", "NUMBERS"}
+NO_PATHS |= {"KIND", "SQL", "NUMBERS", "NAME[:START-END]..."}
 EXTRACT = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in SETTINGS.items())
 CASES = {  # for every path: a command in which that path begins with @
     ("report", "run"): "report @run --out page.html",
@@ -72,6 +72,13 @@ CASES = {  # for every path: a command in which that path begins with @
     ("classify", "--mates"): "classify reads-run a.fa --mates @a.fa -o rows3.tsv",
     ("classify", "--report"): "classify reads-run a.fa -o rows4.tsv --report @new/report.txt",
     ("classify", "--index-dir"): "classify reads-run a.fa -o rows5.tsv --index-dir @new/indexes",
+    ("classify", "--classified-out"): "classify reads-run a.fa -o rows6.tsv --classified-out @new/classified.fa",
+    ("classify", "--unclassified-out"): "classify reads-run a.fa -o rows7.tsv --unclassified-out @new/others.fa.gz",
+    ("classify", "--table"): "classify reads-run a.fa -o samples --table @new/table.tsv",
+    ("fetch", "reads"): "fetch @562_genome.fna 0",
+    ("fetch", "--out"): "fetch 562_genome.fna 0:2-9 --out @new/part.fa",
+    ("fetch", "--index-dir"): "fetch 562_genome.fna 0 --index-dir @new/indexes",
+    ("pack", "--reference"): "pack a.fa b.pack --reference @562_genome.fna",
     ("train", "settings"): "train @run.yaml out=trained",
 }
 

@@ -336,8 +336,8 @@ def fetch(
     from millstream.reads.kind import open as open_reads
     from millstream.reads.names import fasta_of
 
-    is_stdout = str(out) == "-"
-    with nullcontext(sys.stdout.buffer.write) if is_stdout else publishing_text(to_path(out)) as write:
+    out, is_stdout = to_path(out), str(out) == "-"
+    with nullcontext(sys.stdout.buffer.write) if is_stdout else publishing_text(out) as write:
         for text in fasta_of(open_reads(reads, index_dir=index_dir, memory=memory), names):
             write(text)
     if not is_stdout:

@@ -17,10 +17,10 @@ from millstream.core.outputs import STDOUT, check_new
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting
 from millstream.reads.classify import Classified
+from millstream.reads.files.in_order import STDIN
 from millstream.reads.open import READ_NAMES
 from millstream.reads.sample_reports import ABUNDANCE
 
-STDIN = "-"
 PIECE = 1 << 20
 BIOM = ".biom"
 TAXON = ("class", "tax_id", "taxon", "rank")  # columns of the table before the samples

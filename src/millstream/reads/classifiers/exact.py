@@ -51,7 +51,7 @@ class KmerExact(ReadNet):
     """
 
     most_records = 1  # nothing is left to learn after `prepare`
-    BUFFERS = KmerSets._fields
+    BUFFERS = ("table", "starts", "members", "form")  # the fields of KmerSets
 
     def __init__(self, chosen: Syncmers, num_classes: int, memory: int, num_bases: int | None = None) -> None:
         super().__init__(num_classes + 1, num_classes)
