@@ -13,8 +13,8 @@ import torch
 import millstream as ms
 from millstream.reads.batch import ReadBatch
 from millstream.reads.classifiers import classifier_kit
-from millstream.reads.classifiers.evidence import ChosenKmers, evidence, whole_reads
 from millstream.reads.classifiers.exact import KmerExact, is_left_out
+from millstream.reads.classifiers.hits import ChosenKmers, find_hits, whole_reads
 from millstream.reads.classifiers.kmer_sets import KmerSets
 from millstream.reads.classifiers.nets import probabilities
 from millstream.reads.kind import ReadSettings
@@ -132,7 +132,7 @@ def test_kmers_of_blocks_that_are_left_out_count_only_when_reads_are_classified(
     chosen = ChosenKmers(*(whole[name].numpy() for name in ("kmers", "places", "starts")))
     sets = KmerSets(*(getattr(net, name).numpy() for name in net.BUFFERS))
     tested = whole_reads(np.array([500, 500]))._replace(is_tested=True)
-    seen = evidence(chosen, tested, sets, by=net.chosen, num_classes=2)
+    seen = find_hits(chosen, tested, sets, by=net.chosen, num_classes=2)
     assert seen.classes[:, 0].tolist() == [-1, 0]
 
 

@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from millstream.core.order import mix_words
 from millstream.core.split import LABEL
-from millstream.reads.classifiers.evidence import (
+from millstream.reads.classifiers.hits import (
     FEATURES,
     LONGEST,
     LOW_31,
     ChosenKmers,
-    Evidence,
+    Hits,
     Pieces,
-    evidence,
+    find_hits,
     whole_reads,
 )
 from millstream.reads.classifiers.kmer_sets import MANY, KmerCounts, KmerSets, Numbers
@@ -87,7 +87,7 @@ class KmerExact(ReadNet):
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """[B, C + 1]: the last is that of no class."""
-        found = self._evidence(_chosen(batch), whole_reads(_array(batch["lengths"]).astype(np.int64)))
+        found = self._hits(_chosen(batch), whole_reads(_array(batch["lengths"]).astype(np.int64)))
         return self._scores(found), {}
 
     def num_rows(self, batch: Batch) -> int:
@@ -122,15 +122,15 @@ class KmerExact(ReadNet):
     def _loss_of_pieces(self, reads: "LabelledReads", rows_B: Tensor) -> Tensor:
         """The mean loss of a random piece of each of these reads."""
         target_B = torch.as_tensor(reads.labels)[rows_B]
-        logits_BC = self._scores(self._evidence(reads.chosen, _random_pieces(reads, rows_B))).cpu()
+        logits_BC = self._scores(self._hits(reads.chosen, _random_pieces(reads, rows_B))).cpu()
         is_found_B = logits_BC.gather(1, target_B[:, None])[:, 0] > NEVER
         return functional.cross_entropy(logits_BC, torch.where(is_found_B, target_B, self.num_classes))
 
-    def _evidence(self, chosen: ChosenKmers, pieces: Pieces) -> Evidence:
+    def _hits(self, chosen: ChosenKmers, pieces: Pieces) -> Hits:
         sets = KmerSets(*(_array(cast(Tensor, getattr(self, name))) for name in self.BUFFERS))
-        return evidence(chosen, pieces, sets, by=self.chosen, num_classes=self.num_classes)
+        return find_hits(chosen, pieces, sets, by=self.chosen, num_classes=self.num_classes)
 
-    def _scores(self, found: Evidence) -> Tensor:
+    def _scores(self, found: Hits) -> Tensor:
         device = self.outer.weight.device
         classes_BM = torch.as_tensor(found.classes, device=device).long()
         features_BMF = torch.as_tensor(found.features, device=device)

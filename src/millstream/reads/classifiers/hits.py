@@ -40,7 +40,7 @@ class Pieces(NamedTuple):
     is_tested: bool
 
 
-class Evidence(NamedTuple):
+class Hits(NamedTuple):
     """The classes with the most k-mers of a piece, -1 for none, and what is seen of each."""
 
     classes: Small  # [piece, BEST]
@@ -56,10 +56,10 @@ def whole_reads(lengths: Numbers) -> Pieces:
     )
 
 
-def evidence(chosen: ChosenKmers, pieces: Pieces, sets: KmerSets, *, by: Syncmers, num_classes: int) -> Evidence:
+def find_hits(chosen: ChosenKmers, pieces: Pieces, sets: KmerSets, *, by: Syncmers, num_classes: int) -> Hits:
     """For every piece; `by` is how k-mers were chosen."""
     size = pieces.read.size
-    found = Evidence(np.empty((size, BEST), np.int32), np.zeros((size, BEST, FEATURES), np.float32))
+    found = Hits(np.empty((size, BEST), np.int32), np.zeros((size, BEST, FEATURES), np.float32))
     chance = float(sets.form[1] * sets.form[2]) / (by.share * 4**by.k / 2)  # canonical k-mers are half of all
     _look(chosen, pieces, sets, by.k, num_classes, chance, found)
     return found
@@ -89,7 +89,7 @@ def _least_hits(expected: float) -> int:
 
 @kernel
 def _look(
-    chosen: ChosenKmers, pieces: Pieces, sets: KmerSets, k: int, num_classes: int, chance: float, found: Evidence
+    chosen: ChosenKmers, pieces: Pieces, sets: KmerSets, k: int, num_classes: int, chance: float, found: Hits
 ) -> None:
     kmers, places, table, starts, members = chosen.kmers, chosen.places, sets.table, sets.starts, sets.members
     bits, every = sets.form[0], sets.form[1]
