@@ -19,3 +19,10 @@ def test_mapped_weights_count_as_memory_in_use_before_the_first_batch(tmp_path: 
     before = file_bytes()
     read_weights(mapped)
     assert file_bytes() - before > 30_000_000
+
+
+def test_weights_of_any_type_and_size_are_read():
+    odd = [torch.ones(3, 5000).to(torch.float8_e4m3fn), torch.ones(0, 4), torch.ones(8, 4).t(), torch.tensor(1.0)]
+    net = nn.ParameterList([nn.Parameter(weight, requires_grad=False) for weight in odd])
+    read_weights(net)
+    assert [weight.shape for weight in net] == [weight.shape for weight in odd]
