@@ -1,6 +1,7 @@
 """The servers of the tests behave as object stores do, and the proxy misbehaves as it is told; seen with obstore."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -66,6 +67,16 @@ def test_ranges_etags_and_conditions(web: Objects) -> None:
         obstore.get_range(store, "a/b.bin", start=len(DATA), end=len(DATA) + 1)
     with pytest.raises(FileNotFoundError):
         obstore.head(store, "a/c.bin")
+
+
+def test_a_client_that_dies_in_the_middle_of_a_request_has_asked_nothing(web: Objects) -> None:
+    with faulty_proxy(web.address) as proxy:
+        host, _, port = proxy.address.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"PUT /a HTTP/1.1\r\nContent-Length: 10\r\n\r\nhalf")
+            connection.shutdown(socket.SHUT_WR)
+            assert connection.recv(1) == b""
+        assert proxy.num_requests() == 0
 
 
 def test_requests_and_bytes_are_counted(proxy: FaultyProxy, read: Callable[[int, int], bytes]) -> None:

@@ -148,7 +148,7 @@ class _GoogleHandler(Handler):
     server: "Server[str]"  # pyright: ignore
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.received()
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             self.answer(401, b"<?xml version='1.0'?><Error><Code>AuthenticationRequired</Code></Error>")
             return

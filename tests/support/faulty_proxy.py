@@ -191,7 +191,7 @@ class _Handler(Handler):
 
     def do_GET(self) -> None:
         proxy = self.server.state
-        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        sent = self.received()
         seen = Seen(self.command, self.path, self.headers.get("Range", ""), self.headers.get("If-Match", ""))
         seen.if_none_match = self.headers.get("If-None-Match", "")
         seen.received_bytes = len(sent)

@@ -63,6 +63,14 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
+    def received(self) -> bytes:
+        """The body of the request, whole: clients send it after the head, and one may be killed in between."""
+        num_bytes = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(num_bytes)
+        if len(body) < num_bytes:
+            raise ConnectionError(f"only {len(body)} of {num_bytes} bytes have arrived")
+        return body
+
     def answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
         self.send_response_only(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():

@@ -107,7 +107,7 @@ class _Handler(Handler):
 
     def _handle(self) -> None:
         hub = self.server.state
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.body = self.received()
         has_token = self.headers.get("Authorization") == f"Bearer {TOKEN}"
         hub.seen.append(Request(self.command, self.path, has_token))
         path, _, query = self.path.partition("?")

@@ -61,7 +61,7 @@ class _Handler(Handler):
 
     def do_POST(self) -> None:
         state = self.server.state
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.received())
         with state.lock:
             state.seen.append({**body, "path": self.path})
             state.num_now += 1
