@@ -58,6 +58,11 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "cut.fa.gz").write_bytes(gzip.compress(reads.encode(), compresslevel=0, mtime=0)[:-20])
     (tmp_path / "562_Escherichia_coli.fna").write_text(f">chromosome\n{'ACGTTGCA' * 100}\n")
     (tmp_path / "species.tsv").write_text("tax_id\tname\n7\tcow\n")
+    (tmp_path / "two.tsv").write_text("class_id\ttax_id\n0\t562\n1\t1280\n")
+    shutil.copy(tmp_path / "reads.fa", tmp_path / "labelled.fa")
+    data, mapping = dict.fromkeys(("train", "val"), tmp_path / "labelled.fa"), str(tmp_path / "two.tsv")
+    data["header_regex"] = r"lbl\|(?P<class_id>\d+)"
+    ms.train(data, mapping=mapping, model="kmer-linear", bits=12, epochs=1, out=str(tmp_path / "run"))
     (tmp_path / "reads.pack").write_bytes(b"")
     (tmp_path / "reads.bam").write_bytes(gzip.compress(b"BAM\1" + bytes(100), mtime=0))
     (tmp_path / "reads.fa.bz2").write_bytes(bz2.compress(reads.encode())[:-9])

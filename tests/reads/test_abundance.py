@@ -97,9 +97,13 @@ def test_a_run_keeps_the_lengths_of_the_genomes_it_is_trained_on(tmp_path: Path)
     for name, length in (("562_a.fa", 3000), ("562_b.fa", 5000), ("563_c.fa", 2000)):
         (tmp_path / "genomes" / name).write_text(f">one\n{'ACGT' * (length // 4)}\n")
     mapping, folder = tmp_path / "species.tsv", str(tmp_path / "genomes")
-    for head, of_first in (("class_id\ttax_id\tname", 4000), ("class_id\ttax_id\tname\tgenome_length", 7)):
-        cells = "\t7" if "length" in head else ""
-        mapping.write_text(f"{head}\n1\t562\ta{cells}\n2\t563\tb{cells}\n")
+    for head, of_first in (
+        ("class_id\ttax_id\tname", 4000),
+        ("tax_id\tname\tgenome_length", 7),
+        ("tax_id\tname", 4000),
+    ):
+        keys, cells = ("1\t", "2\t") if "class_id" in head else ("", ""), "\t7" if "length" in head else ""
+        mapping.write_text(f"{head}\n{keys[0]}562\ta{cells}\n{keys[1]}563\tb{cells}\n")
         settings = {"data": {"train": folder, "val": folder}, "mapping": str(mapping), "model": "kmer-linear"}
         lengths = classes_from_card(make_study(settings).card).genome_lengths
         assert lengths is not None and lengths.tolist() == [of_first, 7 if cells else 2000]

@@ -83,6 +83,14 @@ def test_classifiers_train_straight_from_genomes(tmp_path: Path):
     assert found.num_unclassified == 50
 
 
+def test_contigs_of_draft_genomes_are_told_from_long_reads(tmp_path: Path):
+    (tmp_path / "562_draft.fna").write_text("".join(f">c{number}\n{dna(1500)}\n" for number in range(4)))
+    (tmp_path / "reads.fq").write_text(f"@long\n{dna(30_000)}\n+\n{'I' * 30_000}\n")
+    draft, reads = ms.open(tmp_path / "562_draft.fna"), ms.open(tmp_path / "reads.fq")
+    assert are_genomes(draft, by_file=True) and not are_genomes(draft)
+    assert not are_genomes(reads, by_file=True) and not are_genomes(reads)
+
+
 def test_genomes_have_no_mates(tmp_path: Path):
     folder = genomes(tmp_path)
     with pytest.raises(BadSetting, match="paired"):

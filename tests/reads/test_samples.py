@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from millstream.reads.classify import classify
+from millstream.reads.scorer import find_classifier
 from support.classifying import READS, make_run
 from support.commands import run_here
 from support.effort import PATIENCE_S
@@ -52,6 +53,16 @@ def test_each_path_is_a_sample_with_its_own_files_and_a_column_of_the_table(made
     assert code == 0 and biom["shape"] == [3, 3] and [column["id"] for column in biom["columns"]] == head[4:]
     found = {(row, column): value for row, column, value in biom["data"]}
     assert all(found.get((r, c), 0) == float(row[c + 4]) for r, row in enumerate(rows) for c in range(3))
+
+
+def test_the_model_is_loaded_once_for_all_samples(made: Path, tmp_path: Path):
+    shutil.copytree(made / "run", tmp_path / "run")
+    trained = find_classifier(tmp_path / "run")
+    classify(trained, made / "a.fa", tmp_path / "a.tsv")
+    trained.weights.unlink()
+    for out, run in (("b.tsv", trained), ("alone.tsv", made / "run")):
+        classify(run, made / "b.fq.gz", tmp_path / out)
+    assert (tmp_path / "b.tsv").read_bytes() == (tmp_path / "alone.tsv").read_bytes()
 
 
 def test_samples_that_cannot_be_told_apart_and_outputs_of_one_sample_are_refused(made: Path, tmp_path: Path):

@@ -67,7 +67,7 @@ class Classified:
 
 @checked
 def classify(
-    run: str | Path,
+    run: str | Path | TrainedClassifier,
     reads: Paths,
     out: str | Path,
     *,
@@ -124,9 +124,9 @@ def classify(
     if not (is_stdout or force or done_file(path).exists()):
         check_new(path)
     chosen_engine = engine if isinstance(engine, Engine) else Engine(engine)
-    trained = find_classifier(to_path(run), model)
+    trained = run if isinstance(run, TrainedClassifier) else find_classifier(to_path(run), model)
     if reports.reports or kind_of(path):
-        check_tax_ids(trained.classes, str(run))
+        check_tax_ids(trained.classes, str(trained.run))
     least = THRESHOLD if threshold is None else threshold
     thresholds = None if precision is None else trained.thresholds(precision)
     source = ReadSource(reads, mates, memory, index_dir)
@@ -172,12 +172,12 @@ def classify(
         if not file.is_finished:
             why = "the best on validation" if model is None else "as given"
             score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
-            say(f"{run}: {trained.name} seed {trained.seed}, {why}{score}")
+            say(f"{trained.run}: {trained.name} seed {trained.seed}, {why}{score}")
             if thresholds is not None:
                 say(thresholds.about)
             if (reports.reports or least) and (ranks := ranks_without_tax_ids(trained.classes)):
                 say(
-                    f"{run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
+                    f"{trained.run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
                     f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
                 )
             settings = ScoreSettings(

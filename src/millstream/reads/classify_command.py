@@ -107,6 +107,7 @@ def classify(
     from millstream.core.remote import to_path
     from millstream.reads.classify import classify as predict
     from millstream.reads.samples import classify_samples, stdin_as_file
+    from millstream.reads.scorer import find_classifier
 
     out, where = to_path(out), Engine(engine, address, workers)
     is_stdout = str(out) == "-"
@@ -123,9 +124,10 @@ def classify(
             return nullcontext(silent)
         return progress("classify", total, unit="reads", memory=Allowance(memory).usage)  # the model is loaded by then
 
+    trained = find_classifier(to_path(run), model)  # before stdin is read
     with interruptible() as stop, stdin_as_file(reads, where) as files:
         one = partial(
-            predict, run, model=model, paired=paired, threshold=threshold, precision=precision, memory=memory,
+            predict, trained, model=model, paired=paired, threshold=threshold, precision=precision, memory=memory,
             index_dir=index_dir, force=force, engine=where, watch=watch, stop=stop,
         )  # fmt: skip
         if table is not None:

@@ -13,6 +13,7 @@ from millstream.reads.files import NAME, QUALITY, SEQUENCE
 from millstream.reads.reads import Reads
 
 GENOME_BASES = 20_000  # sequences this long on average are genomes, not reads
+CONTIG_BASES = 1_000  # also these, of draft genomes, in files of one class each
 
 
 class Fragments(Collection):
@@ -87,6 +88,7 @@ class Fragments(Collection):
         return owners, starts, np.minimum(starts + self.length, self._lengths[owners])
 
 
-def are_genomes(reads: Reads) -> bool:
-    """Whether these are genomes, to be cut into fragments, rather than reads."""
-    return reads.num_bases >= GENOME_BASES * max(len(reads), 1)
+def are_genomes(reads: Reads, *, by_file: bool = False) -> bool:
+    """Whether these are genomes, to be cut into fragments, rather than reads. `by_file`: each file is of one class."""
+    least = CONTIG_BASES if by_file else GENOME_BASES
+    return reads.num_bases >= least * max(len(reads), 1) and not any(part.has_quality for part in reads.parts)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,7 +65,7 @@ class TrainedClassifier:
     def weights(self) -> Path:
         return job_folder(local_run(self.run), JobKey(self.name, self.seed)) / WEIGHTS
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Changes if its predictions or its classes do."""
         taxa = [
@@ -80,7 +81,22 @@ class TrainedClassifier:
         return thresholds_at(precision, found, where=str(self.run), name=self.name)
 
     def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
-        """The model for records like these, and its net with the trained weights."""
+        """The model for records like these, and its net. Its weights are loaded once, for any number of samples."""
+        if self._loaded:
+            (model,) = self._loaded
+            model.fit_passes(collection)
+        else:
+            self._loaded.append(model := self._load(memory))
+        net = model.restored(collection)
+        model.arrays = {}  # the net has them
+        net.eval()
+        return model, net
+
+    @cached_property
+    def _loaded(self) -> list[NetModel]:
+        return []
+
+    def _load(self, memory: int | str) -> NetModel:
         tensors, _ = load(self.weights)
         settings = as_built(self.name, self.settings, {name: tensor.shape for name, tensor in tensors.items()})
         place = Workplace(settings, ScoringDevice.default(), str(self.run))
@@ -88,10 +104,7 @@ class TrainedClassifier:
         model = spec.build(resources=FitResources(self.seed, parse_bytes(memory) // 2), place=place).model
         assert isinstance(model, NetModel)
         model.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        net = model.restored(collection)
-        model.arrays = {}  # the net has them
-        net.eval()
-        return model, net
+        return model
 
 
 def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:

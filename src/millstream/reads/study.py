@@ -28,7 +28,7 @@ from millstream.reads.fragments import Fragments, are_genomes
 from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.labels import are_by_file
 from millstream.reads.leaks import shared_sequences
-from millstream.reads.mapping import GENOME_LENGTH, KEY, Classes, load_classes, load_mapping
+from millstream.reads.mapping import GENOME_LENGTH, Classes, load_classes, load_mapping
 from millstream.reads.open import as_pairs, expand, interleaved, open_reads, watch_index
 from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import FILE, Reads
@@ -43,7 +43,6 @@ BLOCK = 1 << 18
 SHORT = 150  # bases of the fragments of genomes, for other models than kmer-exact
 HELD_OUT_BASES, MANY = 20_000, 500  # neighbouring fragments are held out together, if there are so many blocks
 SORTING = 40  # bytes per read while reads are sorted by class
-GENOME_BASES = 1000  # per record, at least: shorter ones are taken for reads
 UNKNOWN = -1  # the label of a read whose class is not in the mapping
 Counts = NDArray[np.int64]
 
@@ -196,16 +195,21 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
                 raise BadSetting(f"data.test={settings.data.test}: two splits named {name}; rename a file")
             files[name] = _open(settings, place.strip(), memory)
     check_qualities([part for reads in files.values() for part in reads.parts], settings.needs_qualities)
-    has_genomes = are_genomes(files[TRAIN])
-    if settings.paired and any(map(are_genomes, files.values())):
+    genomes = {
+        name
+        for name, reads in files.items()
+        if are_genomes(reads, by_file=are_by_file(reads.paths, classes.mapping, settings.data.header_regex))
+    }
+    has_genomes = TRAIN in genomes
+    if settings.paired and genomes:
         raise BadSetting("paired=true: genomes have no mates. Give reads, or leave it out")
     records: dict[str, Collection] = {
-        name: interleaved(reads) if settings.paired else _fragments(reads, SHORT) if are_genomes(reads) else reads
+        name: interleaved(reads) if settings.paired else Fragments(reads, length=SHORT) if name in genomes else reads
         for name, reads in files.items()
     }
     counts = {name: count_labels(some, len(classes)) for name, some in records.items()}
     train = records[TRAIN]
-    fragments = _fragments(files[TRAIN], FRAGMENT, SYNCMERS.k - 1) if has_genomes else None
+    fragments = Fragments(files[TRAIN], length=FRAGMENT, overlap=SYNCMERS.k - 1) if has_genomes else None
     whole = None if fragments is None else _labelled(fragments)
     if counts[TRAIN][UNKNOWN]:
         train = _labelled(train)
@@ -294,11 +298,12 @@ def sample_evenly(train: Collection, num_classes: int, *, seed: int, memory: int
 
 def _genome_lengths(reads: Reads, settings: ReadSettings) -> dict[int, float] | None:
     """The mean length of each class's genomes, if they are the training files."""
-    is_of_genomes = GENOME_BASES * len(reads) <= reads.num_bases and not any(part.has_quality for part in reads.parts)
-    if not (is_of_genomes and are_by_file(reads.paths, load_mapping(settings.mapping), settings.data.header_regex)):
+    mapping = load_mapping(settings.mapping)
+    is_by_file = are_by_file(reads.paths, mapping, settings.data.header_regex)
+    if not (is_by_file and are_genomes(reads, by_file=True)):
         return None
     starts = np.cumsum([0, *(part.records for part in reads.parts[:-1])])
-    owners = reads.fetch(starts, [KEY]).columns[KEY]
+    owners = reads.fetch(starts, [mapping.key]).columns[mapping.key]
     lengths: dict[int, list[int]] = {}
     for part, class_id in zip(reads.parts, owners, strict=True):
         lengths.setdefault(int(cast(int, class_id)), []).append(part.bases)
@@ -323,10 +328,6 @@ def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = Fal
         index_dir=settings.data.index_dir,
         watch=watch_index,
     )
-
-
-def _fragments(genomes: Reads, length: int, overlap: int = 0) -> Collection:
-    return Fragments(genomes, length=length, overlap=overlap)
 
 
 def _labelled(records: Collection) -> Collection:

@@ -147,11 +147,20 @@ class NetModel:
 
     def build(self, collection: Collection) -> Net:
         """An untrained net for these records. Sets `at_once`, the records per pass."""
-        some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
-        example = next(iter(self.batches(collection.subset(some))))
+        example = self._example(collection)
         net = self.kit.build(example)
         self.at_once = records_at_once(net, example, len(example["numbers"]))
         return net
+
+    def fit_passes(self, collection: Collection) -> None:
+        """Set `at_once` for records like these, which are not those that it was built for."""
+        assert self._net is not None
+        example = self._example(collection)
+        self.at_once = records_at_once(self._net, example, len(example["numbers"]))
+
+    def _example(self, collection: Collection) -> Mapping[str, Tensor]:
+        some = np.unique(np.linspace(0, len(collection) - 1, NUM_EXAMPLES).astype(np.int64))
+        return next(iter(self.batches(collection.subset(some))))
 
     def prepare(self, net: Net, train: Collection, key: JobKey) -> None:
         """One pass of the net over the training split."""
