@@ -3,6 +3,7 @@
 `open_page(address)` opens one, `serve_views([view])` gives the address of a page of the explorer.
 """
 
+import asyncio
 import shutil
 import socket
 import threading
@@ -28,6 +29,14 @@ QUIET = (  # no requests by the browser itself
 )
 
 
+@dataclass(frozen=True)
+class Browser:
+    """The page of this process, and the event loop that Playwright runs when it is used."""
+
+    page: Any
+    loop: asyncio.AbstractEventLoop
+
+
 @dataclass
 class Opened:
     """A page, its errors and its requests. A test removes the errors it provokes from `trouble`."""
@@ -49,17 +58,20 @@ def wait_until(page: Any, expression: str, arg: object = None) -> None:
         page.wait_for_timeout(20)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Generator[Any]:
-    """Chromium, for one module: the event loop of Playwright would disturb other tests of the process."""
+@pytest.fixture(scope="session")
+def browser() -> Generator["Browser"]:
+    """Chromium with one page for all tests of this process: starting it, or a page, takes seconds of computing."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="no browser tests: pip install playwright")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no browser tests: chromium is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(QUIET), timeout=PATIENCE_S * 1000)
+        launched = playwright.chromium.launch(executable_path=chromium, args=list(QUIET), timeout=PATIENCE_S * 1000)
+        browser = Browser(launched.new_page(), asyncio.get_running_loop())
+        asyncio._set_running_loop(None)
         yield browser
-        browser.close()
+        asyncio._set_running_loop(browser.loop)
+        launched.close()
 
 
 @pytest.fixture(scope="module")
@@ -86,27 +98,36 @@ def serve_views() -> "Generator[Callable[[Sequence[View]], str]]":
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Generator[Callable[..., Opened]]:
-    """open_page(address, width=1440, scheme="light") -> Opened. At the end there must be no errors."""
-    opened: list[tuple[str, Opened, Any]] = []
+def open_page(browser: Browser) -> Generator[Callable[..., Opened]]:
+    """open_page(address, width=1440, scheme="light") -> Opened, once per test. At the end there must be no errors."""
+    found, addresses = Opened(browser.page), list[str]()
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: found.trouble.append(message.text),
+        "pageerror": lambda error: found.trouble.append(str(error)),
+        "dialog": lambda dialog: found.trouble.append(dialog.message),
+        "request": lambda request: found.requests.append(request.url),
+    }
 
     def open_at(address: str, *, width: int = 1440, height: int = 900, scheme: str = "light") -> Opened:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE_S * 1000)
-        found = Opened(page)
-        page.on("console", lambda message: found.trouble.append(message.text))
-        page.on("pageerror", lambda error: found.trouble.append(str(error)))
-        page.on("dialog", lambda dialog: found.trouble.append(dialog.message))
-        page.on("request", lambda request: found.requests.append(request.url))
-        page.goto(address)
-        opened.append((address, found, context))
+        assert not addresses
+        addresses.append(address)
+        found.page.set_viewport_size({"width": width, "height": height})
+        found.page.emulate_media(color_scheme=scheme)
+        found.page.goto(address)
         return found
 
+    asyncio._set_running_loop(browser.loop)  # of Playwright; it would disturb other tests
+    found.page.set_default_timeout(PATIENCE_S * 1000)
+    for event, listener in listeners.items():
+        found.page.on(event, listener)
     yield open_at
-    for _, _, context in opened:
-        context.close()
-    for address, found, _ in opened:
+    if addresses:
+        found.page.evaluate("localStorage.clear()")
+    for event, listener in listeners.items():
+        found.page.remove_listener(event, listener)
+    found.page.goto("about:blank")
+    asyncio._set_running_loop(None)
+    assert found.trouble == []
+    for address in addresses:
         home = address.partition(TOKEN)[0]  # for a file: its whole address
-        assert found.trouble == []
         assert [url for url in found.requests if not url.startswith((home, "data:", "blob:"))] == []
