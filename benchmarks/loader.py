@@ -178,7 +178,7 @@ def first(folder: Path, num_traces: int, num_reads: int) -> Result:
             writer.append({"question_id": f"q{number}", "label": number % 2, "hidden": hidden})
     code = (
         "import sys, time, torch, pyarrow.parquet, millstream as ms\n"
-        "import millstream.core.loader, millstream.traces.store.traces\n"
+        "import millstream.core.loader, millstream.traces.kind, millstream.traces.store.traces\n"
         "start = time.perf_counter()\n"
         "loader = ms.Loader(ms.open(sys.argv[1]), batch_size=16, seed=int(sys.argv[2]))\n"
         "batch = next(iter(loader))\n"

@@ -107,6 +107,8 @@ class Prefetch(Generic[T]):
     def _begin(self) -> int | None:
         """Wait for room and take the next item; None at the end, -1 if its cost alone is an error."""
         step = self._begun
+        with self._changed:  # `cost` learns from the first item what the others take, and must not delay it
+            self._changed.wait_for(lambda: self._stopped or self._first_is_made or not step)
         if self._stopped or step >= self._steps:
             return None
         try:
@@ -127,8 +129,6 @@ class Prefetch(Generic[T]):
         return step
 
     def _has_room(self, step: int, need: int) -> bool:
-        if step and not self._first_is_made:
-            return False  # `cost` learns from the first item what the others take
         if step >= self._current + self._ahead:
             return False
         held = sum(self._held.values())

@@ -81,6 +81,7 @@ class Traces(Collection):
             manifest = replace(manifest, shards=kept)
         self._manifest = manifest
         self.fields: Schema = manifest.fields
+        self._num_bytes = sum(shard.bytes for shard in manifest.shards)
         self._starts = list(accumulate((shard.records for shard in manifest.shards), initial=0))
         # lru_cache is thread-safe: at worst two threads open the same shard twice.
         self._open = lru_cache(maxsize=self._open_shards)(self._open_shard)
@@ -219,7 +220,7 @@ class Traces(Collection):
     @property
     def num_bytes(self) -> int:
         """Bytes of all sealed shards."""
-        return sum(shard.bytes for shard in self._manifest.shards)
+        return self._num_bytes
 
     @property
     def table(self) -> pa.Table:
