@@ -18,6 +18,7 @@ from support.faulty_proxy import proxy
 from support.forked_training import processes
 from support.http_server import web
 from support.model_server import model_server
+from support.nursery import close_nursery, nursery, open_nursery
 from support.s3_server import s3, s3_address
 from support.temporary import disk, use_memory
 
@@ -35,6 +36,7 @@ __all__ = [
     "cloud",
     "google_address",
     "model_server",
+    "nursery",
     "open_page",
     "processes",
     "proxy",
@@ -97,8 +99,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     freeze_modules()
+    open_nursery()
     gc.enable()
     gc.set_threshold(10_000, 20, 20)  # tests make objects by the million, and few cycles
+
+
+def pytest_sessionfinish() -> None:
+    close_nursery()
 
 
 _frozen = 0  # modules

@@ -1,8 +1,6 @@
 """An interrupted epoch resumes in another process, with other threads, ranks and batches; every record comes once."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -17,6 +15,7 @@ import millstream as ms
 from millstream.errors import StateMismatch
 from support.effort import num_examples
 from support.loading import draw, numbers_of, same, write_traces
+from support.nursery import Nursery
 
 LABEL = ms.features.fields("label")
 SEED = 11
@@ -161,26 +160,20 @@ def test_the_state_is_plain_json_with_a_version(traces: ms.Traces):
     assert set(state) == {"version", "seed", "epoch", "samples", "records", "collection", "order"}
 
 
-def test_an_epoch_resumes_in_another_process(traces: ms.Traces):
+def test_an_epoch_resumes_in_another_process(traces: ms.Traces, nursery: Nursery):
     loader = make(traces, batch_size=9, threads=2)
     before = numbers_of(islice(loader, 4))
     code = f"""
 import json, sys
 import millstream as ms
 loader = ms.Loader(ms.open({str(traces.path)!r}), batch_size=16, features=ms.features.fields("label"), seed={SEED})
-loader.load_state_dict(json.load(sys.stdin))
+loader.load_state_dict(json.loads(sys.argv[1]))
 print(json.dumps([number for batch in loader for number in batch["numbers"].tolist()]))
 """
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        input=json.dumps(loader.state_dict()),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert before + json.loads(ran.stdout) == ms.Order(101, SEED)[:].tolist()
-    assert ran.stderr.startswith("loader: ") and "as in the state resumed" in ran.stderr
+    ran = nursery.run(code, json.dumps(loader.state_dict()))
+    assert ran.code == 0, ran.err
+    assert before + json.loads(ran.out) == ms.Order(101, SEED)[:].tolist()
+    assert ran.err.startswith("loader: ") and "as in the state resumed" in ran.err
 
 
 # -- what is refused

@@ -1,9 +1,6 @@
 """Ranks of a real torchrun job find their rank and share an epoch, also where they share nothing else."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 from typing import cast
@@ -12,11 +9,12 @@ import pytest
 import torch.distributed
 
 import millstream as ms
-from support.effort import PATIENCE_S, THOROUGH
+from support.effort import THOROUGH
 from support.loading import numbers_of, write_traces
+from support.nursery import Job, Nursery
 from support.remote_stores import upload
 from support.s3_server import Bucket
-from support.torchrun import torchrun
+from support.torchrun import rank_environments, torchrun
 
 LABEL = ms.features.fields("label")
 JOB = """
@@ -70,13 +68,17 @@ needs_distributed = pytest.mark.skipif(
 
 
 @needs_distributed
-def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, tmp_path: Path):
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    ran = subprocess.run([*command, traces.path, tmp_path], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("loader: 101 records") == 3, "only rank 0 talks, once for each of its loaders"
+def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, nursery: Nursery, tmp_path: Path):
+    if THOROUGH:
+        script = tmp_path / "job.py"
+        script.write_text(JOB)
+        (said,) = torchrun([{}], str(script), str(traces.path), str(tmp_path), processes=2)
+    else:
+        ranks = [Job(JOB, (traces.path, tmp_path), environment) for environment in rank_environments(2)]
+        done = nursery.run_together(ranks)
+        said = "".join(rank.err for rank in done)
+        assert [rank.code for rank in done] == [0, 0], said
+    assert said.count("loader: 101 records") == 3, "only rank 0 talks, once for each of its loaders"
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["len"] == second["len"] == 7
     for name, epoch in {"variables": 0, "group": 0, "next": 1, "padded": 0, "stream": 0}.items():
@@ -88,7 +90,7 @@ def test_the_ranks_of_a_torchrun_job_share_every_epoch(traces: ms.Traces, tmp_pa
 
 @needs_distributed
 def test_ranks_that_share_nothing_but_a_bucket_see_every_record_once_and_resume_in_another_number(
-    s3: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: Bucket, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("MILLSTREAM_CACHE_DIR", str(tmp_path / "own"))
     local = write_traces(tmp_path / "store", range(96))
@@ -103,15 +105,13 @@ def test_ranks_that_share_nothing_but_a_bucket_see_every_record_once_and_resume_
             script = folder / "job.py"
             script.write_text(REMOTE_JOB)
             torchrun(machines, str(script), *arguments)
-        else:  # as torchrun starts them: its agents take seconds
+        else:
+            environments = rank_environments(world, nodes=world)
             ranks = [
-                subprocess.Popen(
-                    [sys.executable, "-c", REMOTE_JOB, *arguments],
-                    env={**os.environ, **machine, "RANK": str(rank), "WORLD_SIZE": str(world)},
-                )
-                for rank, machine in enumerate(machines)
+                Job(REMOTE_JOB, tuple(arguments), {**machine, **rank})
+                for machine, rank in zip(machines, environments, strict=True)
             ]
-            assert [rank.wait(PATIENCE_S) for rank in ranks] == [0] * world
+            assert [done.code for done in nursery.run_together(ranks)] == [0] * world
         assert all(list((folder / f"cache{node}").glob("??/*")) for node in range(world)), "each fetches for itself"
         told = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
         return [label for one in told for label in one["seen"]], [one["state"] for one in told]

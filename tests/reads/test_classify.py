@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from millstream.reads.kraken import Assignments
 from millstream.reads.mapping import load_classes, load_mapping
 from millstream.reads.simulate import SimulateSettings, simulate
 from support.commands import run_here
-from support.effort import PATIENCE_S
+from support.nursery import Nursery
 
 pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
 
@@ -263,23 +261,15 @@ print(saved())
 """
 
 
-def test_killed_at_any_instant_it_resumes_to_the_same_bytes(made: Path, tmp_path: Path):
+def test_killed_at_any_instant_it_resumes_to_the_same_bytes(made: Path, nursery: Nursery, tmp_path: Path):
     classify(made / "run", made / "val.fa", tmp_path / "whole.tsv.gz")
     out = tmp_path / "out.tsv.gz"
-    command = [
-        sys.executable,
-        "-c",
-        KILLING,
-        made / "run",
-        made / "val.fa",
-        out,
-        tmp_path / "out.tsv.gz.partial" / "journal.json",
-    ]
-    killed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert killed.returncode == 0, killed.stderr
+    journal = tmp_path / "out.tsv.gz.partial" / "journal.json"
+    killed = nursery.run(KILLING, made / "run", made / "val.fa", out, journal)
+    assert killed.code == 0, killed.err
     assert not out.exists()
     done = classify(made / "run", made / "val.fa", out)
-    assert done.num_resumed == int(killed.stdout) >= 400
+    assert done.num_resumed == int(killed.out) >= 400
     assert out.read_bytes() == (tmp_path / "whole.tsv.gz").read_bytes()
     assert left_in(tmp_path) == ["out.tsv.gz", "whole.tsv.gz"]
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from millstream.reads.simulate import SimulateSettings, simulate
 from millstream.training import run as module
 from millstream.training.folder import load
 from support.forked_training import Job
+from support.torchrun import rank_environments
 from support.training import lines_of, losses_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
@@ -145,16 +145,10 @@ def test_two_processes_train_like_one_and_score_every_read_once(
     made: Path, tmp_path: Path, processes: Callable[[list[Job]], list[int]]
 ):
     same = {"dropout": 0.0, "accelerator": "cpu", "epochs": 2}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    jobs: list[Job] = []
-    for rank in range(2):  # as torchrun starts them
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "reads"}
-        environment = {name: str(value) for name, value in {**own, **where}.items()}
-        settings = settings_for(made, tmp_path / "two", devices=2, **same)
-        jobs.append({"settings": settings, "environment": environment, "dies_at": ["", 0]})
+    settings = settings_for(made, tmp_path / "two", devices=2, **same)
+    jobs: list[Job] = [
+        {"settings": settings, "environment": environment, "dies_at": ["", 0]} for environment in rank_environments(2)
+    ]
     assert processes(jobs) == [0, 0]
     ms.train(**settings_for(made, tmp_path / "one", **same))
     assert losses_of(tmp_path / "two")[:2] == pytest.approx(losses_of(tmp_path / "one")[:2], rel=2e-3)  # kmer-linear

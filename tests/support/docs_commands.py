@@ -16,7 +16,7 @@ from support.commands import lean_environment, run_here
 from support.docs_blocks import ROOT, Block
 
 # Smaller numbers for the small world of a page; the command is the same.
-FEWER = {"--reads": "2000"}
+FEWER = {"--reads": "300"}
 _ELSEWHERE = ("benchmarks/", "examples/", "docs/")  # scripts that are tested elsewhere or take hours: must exist
 
 

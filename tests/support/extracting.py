@@ -1,10 +1,7 @@
 """Extraction with a tiny model in this process or in a child that is killed, and comparison of trace stores."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +14,7 @@ from millstream.traces.store.rewrite import drop_records
 from millstream.traces.store.writer import TraceWriter
 from support.effort import PATIENCE_S
 from support.making import same
+from support.nursery import Done, Job, Nursery
 
 COUNT = 24
 SETTINGS: dict[str, Any] = {
@@ -84,73 +82,38 @@ def shard_files(path: Path) -> dict[str, tuple[bytes, int]]:
 # -- children
 
 
-class Nursery:
-    """A process that has imported everything and forks a child per command; a new interpreter takes seconds."""
+def run_and_send(
+    nursery: Nursery,
+    *command: object,
+    after: int,
+    send: signal.Signals,
+    environment: Mapping[str, str] = {},
+) -> Done:
+    """A child that runs this command and signals itself after writing `after` records."""
+    done = nursery.run_together([Job(_SIGNALLED, (after, send.value, *command), environment)], imports=_IMPORTS)
+    return done[0]
 
-    CODE = """if True:
-        import json, os, sys
-        import transformers.models.llama.modeling_llama, millstream.traces.extract, millstream.traces.llm.tracer
-        from millstream.cli.app import main, make_app
-        from millstream.traces.store.writer import TraceWriter
 
-        make_app()  # imports the commands
+_IMPORTS = ("transformers.models.llama.modeling_llama", "millstream.traces.extract", "millstream.traces.llm.tracer")
+_SIGNALLED = """
+import os, sys
+from millstream.cli.app import main
+from millstream.traces.store.writer import TraceWriter
 
-        def send_after(count, signal):
-            append = TraceWriter.append
-            def counted(self, record):
-                nonlocal count
-                append(self, record)
-                count -= 1
-                if not count:
-                    os.kill(os.getpid(), signal)
-            TraceWriter.append = counted
+left, send = map(int, sys.argv[1:3])
+append = TraceWriter.append
 
-        for line in sys.stdin:
-            environment, log, after, signal, *command = json.loads(line)
-            pid = os.fork()
-            if not pid:
-                os.environ.update(environment)
-                send_after(after, signal)
-                file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(file, 1), os.dup2(file, 2)
-                sys.argv = command
-                sys.exit(main())
-            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-    """
+def counted(self, record):
+    global left
+    append(self, record)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), send)
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", self.CODE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-
-    def run(
-        self, *command: object, after: int, send: signal.Signals, environment: Mapping[str, str] | None = None
-    ) -> int:
-        """The exit code of a child that runs this command and signals itself after writing `after` records."""
-        assert self.process.stdin
-        words = [environment or {}, str(self.log), after, send.value, "millstream", *map(str, command)]
-        print(json.dumps(words), file=self.process.stdin, flush=True)
-        return self._exit_code()
-
-    def read_log(self) -> str:
-        return self.log.read_text()
-
-    def close(self) -> None:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
-
-    def _exit_code(self) -> int:
-        assert self.process.stdout
-        line = self.process.stdout.readline()
-        assert line, "the nursery has died"
-        return int(line)
+TraceWriter.append = counted
+sys.argv = ["millstream", *sys.argv[3:]]
+sys.exit(main())
+"""
 
 
 def drop(path: Path, numbers: list[int], report: Callable[[object], None]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import millstream as ms
 
 PAUSE_S = 0.02
-ENOUGH = 60  # batches of reads: a dozen windows
+ENOUGH = 32  # batches of reads: half a dozen windows
 
 
 class Nothing(Dataset[int]):

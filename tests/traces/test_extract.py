@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +25,18 @@ from support.commands import run_here as run
 from support.extracting import (
     COUNT,
     SETTINGS,
-    Nursery,
     as_arguments,
     assert_all_sealed,
     assert_same_traces,
     recovered_ids,
+    run_and_send,
     shard_files,
     traces_by_id,
     write_questions,
 )
 from support.extras import need
 from support.making import same
+from support.nursery import Nursery
 from support.remote_stores import SPOOL, environment, remote
 from support.s3_server import Bucket
 
@@ -46,13 +46,6 @@ need("transformers")
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_questions(tmp_path_factory.mktemp("questions") / "q.jsonl")
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +233,7 @@ def test_killed_several_times_it_ends_with_the_same_store(
     command = ["extract", questions, store, *as_arguments({"model": llama, **settings})]
     done = 0
     for more in (1, 6, 8):
-        assert nursery.run(*command, after=more, send=signal.SIGKILL) == -signal.SIGKILL
+        assert run_and_send(nursery, *command, after=more, send=signal.SIGKILL).code == -signal.SIGKILL
         done += more
         assert recovered_ids(store) == ids[:done]
     ms.extract(questions, store, model=str(llama), **settings)
@@ -256,7 +249,7 @@ def test_killed_and_resumed_at_a_url_it_ends_with_the_same_store_to_label_and_fe
     for name, value in {**environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
     command = ["extract", questions, url, *as_arguments({"model": llama, **SETTINGS})]
-    assert nursery.run(*command, after=8, send=signal.SIGKILL, environment=environ) == -signal.SIGKILL
+    assert run_and_send(nursery, *command, after=8, send=signal.SIGKILL).code == -signal.SIGKILL
     code, _, err = run(*command)
     assert code == 0 and f"8 of {COUNT} done already" in err and f"millstream label {url}" in err
     found = {record["question_id"]: record for record in opened(remote(url))}
@@ -312,8 +305,9 @@ def test_ctrl_c_finishes_the_current_batch_and_the_same_command_resumes(
 ):
     store = tmp_path / "s"
     command = ["extract", questions, store, *as_arguments({"model": llama, **SETTINGS})]
-    assert nursery.run(*command, after=3, send=signal.SIGINT) == 130
-    log = nursery.read_log()
+    done = run_and_send(nursery, *command, after=3, send=signal.SIGINT)
+    assert done.code == 130
+    log = done.err
     assert "finishing the current batch; press Ctrl-C again" in log
     assert log.endswith("interrupted; progress saved; run the same command to resume\n")
     assert "Traceback" not in log

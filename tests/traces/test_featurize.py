@@ -1,11 +1,8 @@
 """Stored features equal those computed on the fly; a killed run resumes, and every record is written once."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from millstream.errors import BadSetting, ConfigMismatch, SchemaMismatch
 from millstream.traces.features import featurize
 from support.commands import run_here
 from support.loading import write_records
+from support.nursery import Nursery
 
 COUNT, FAILED = 40, (3, 17, 39)
 GOOD = [number for number in range(COUNT) if number not in FAILED]
@@ -180,7 +178,7 @@ def test_progress_is_reported_after_every_chunk(store: Path, tmp_path: Path):
     assert reported == [0, 15, 30, 40]
 
 
-def test_after_a_kill_it_resumes_to_the_same_store(store: Path, tmp_path: Path):
+def test_after_a_kill_it_resumes_to_the_same_store(store: Path, nursery: Nursery, tmp_path: Path):
     code = (
         "import os, signal, sys\n"
         "from millstream.traces.features import featurize\n"
@@ -196,9 +194,8 @@ def test_after_a_kill_it_resumes_to_the_same_store(store: Path, tmp_path: Path):
     )
     featurize(store, tmp_path / "whole", token="mean")
     for more in (5, 20):
-        command = [sys.executable, "-c", code, str(store), str(tmp_path / "out"), str(more)]
-        killed = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        killed = nursery.run(code, store, tmp_path / "out", more)
+        assert killed.code == -signal.SIGKILL, killed.err
     done = featurize(store, tmp_path / "out", token="mean")
     assert (done.records, done.left_out) == (len(GOOD), len(FAILED))
     ours, theirs = opened(tmp_path / "out"), opened(tmp_path / "whole")

@@ -1,12 +1,9 @@
 """A model as judge: what it is asked, what its replies mean, and that nothing is asked twice."""
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from millstream.traces.label import label
 from millstream.traces.rules import rule_of
 from support.commands import run_here
 from support.model_server import ModelServer
+from support.nursery import Nursery
 
 ANSWERS = {
     "Paris.": "CORRECT",
@@ -114,7 +112,9 @@ def test_the_command_prints_agreement_and_contradictions_in_one_line(
     assert code == 2 and "endpoint=" in err
 
 
-def test_labelling_that_was_killed_asks_only_for_the_rest(server: ModelServer, tmp_path: Path) -> None:
+def test_labelling_that_was_killed_asks_only_for_the_rest(
+    server: ModelServer, nursery: Nursery, tmp_path: Path
+) -> None:
     server.reply = lambda prompt: "CORRECT"
     store = write(tmp_path / "s", [f"answer {number}" for number in range(200)])
     code = (
@@ -127,8 +127,8 @@ def test_labelling_that_was_killed_asks_only_for_the_rest(server: ModelServer, t
         "judge.append_lines = counted\n"
         "label(sys.argv[1], rule='judge', endpoint=sys.argv[2])"
     )
-    child = subprocess.run([sys.executable, "-c", code, str(store), server.url], env=dict(os.environ))
-    assert child.returncode == -signal.SIGKILL and not (store / "labels.parquet").exists()
+    child = nursery.run(code, store, server.url)
+    assert child.code == -signal.SIGKILL and not (store / "labels.parquet").exists()
     assert len(read_lines(store / "judge.jsonl")[0]) == 70
     label(store, rule="judge", endpoint=server.url)
     keys = [row["key"] for row in read_lines(store / "judge.jsonl")[0]]

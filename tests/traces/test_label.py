@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from millstream.traces.kind import LabelSettings
 from millstream.traces.label import label, score_chunk
 from millstream.traces.rules import parse_rule, rule_of
 from support.commands import run_here
+from support.nursery import Nursery
 
 PARIS = ["Paris", "City of Light"]
 LONG = "I believe that the capital of France has for many centuries now been Paris"
@@ -373,7 +372,7 @@ def test_labels_depend_neither_on_chunks_nor_on_shards_nor_on_where_chunks_are_s
 
 
 @pytest.mark.parametrize("step", ["rename", "fsync"])
-def test_labels_are_unchanged_if_labelling_is_killed(step: str, tmp_path: Path):
+def test_labels_are_unchanged_if_labelling_is_killed(step: str, nursery: Nursery, tmp_path: Path):
     write(tmp_path / "s", answered("Paris", "It is Paris"))
     label(tmp_path / "s")
     before = (tmp_path / "s" / "labels.parquet").read_bytes()
@@ -382,8 +381,8 @@ def test_labels_are_unchanged_if_labelling_is_killed(step: str, tmp_path: Path):
         f"os.{step} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "label(sys.argv[1], rule='em')"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    done = nursery.run(code, tmp_path / "s")
+    assert done.code == -signal.SIGKILL, done.err
     assert (tmp_path / "s" / "labels.parquet").read_bytes() == before
     label(tmp_path / "s", rule="em")
     assert verdicts(tmp_path / "s") == ["right", "wrong"]

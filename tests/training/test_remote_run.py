@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-import socket
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import count
@@ -25,7 +24,7 @@ from support.faulty_proxy import Fault, faulty_proxy, unavailable
 from support.forked_training import Job
 from support.remote_stores import SPOOL, environment, objects, remote, upload
 from support.s3_server import Bucket
-from support.torchrun import torchrun
+from support.torchrun import rank_environments, torchrun
 from support.training import SHORT, losses_of, scores_of, weights_of
 
 ASKED = {**SHORT, "model": "lstm", "checkpoint_steps": 2}
@@ -118,17 +117,12 @@ def test_processes_that_share_nothing_but_a_bucket_train_and_resume(
     data = upload(store, f"{url.rpartition('/runs')[0]}/traces")
 
     def train_on_two(data: str, out: str, name: str, dies_at: list[object]) -> list[int]:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         jobs: list[Job] = []
-        for rank in range(2):  # as torchrun starts them; each with the files of a machine of its own
-            own = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": name}
+        for rank, own in enumerate(rank_environments(2, nodes=2, name=name)):  # each with files of its own
             environ = environment(tmp_path / f"{name}-{rank}") | ({} if name == "second" else {UPLOAD_S: "0.001"})
             environ["MILLSTREAM_CACHE_DIR"] = str(tmp_path / f"{name}-{rank}-blocks")
             settings = {"data": data, "out": out, **ASKED, "accelerator": "cpu", "lr": 0.05}
-            environ |= {key: str(value) for key, value in {**own, **where}.items()}
-            jobs.append({"settings": settings, "environment": environ, "dies_at": dies_at})
+            jobs.append({"settings": settings, "environment": environ | own, "dies_at": dies_at})
         return processes(jobs)
 
     assert train_on_two(str(store), str(tmp_path / "whole"), "whole", ["lstm", -1]) == [0, 0]

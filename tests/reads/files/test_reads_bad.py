@@ -8,8 +8,6 @@ import lzma
 import os
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import threading
 import zipfile
@@ -33,6 +31,7 @@ from millstream.reads.inspect import show_reads, summarise_reads
 from millstream.reads.open import open_reads
 from support import read_files
 from support.effort import PATIENCE_S, THOROUGH, num_examples
+from support.nursery import Nursery
 from support.read_files import (
     COMPRESSED,
     REGEX,
@@ -627,13 +626,12 @@ for use in (
 """
 
 
-def test_every_way_to_read_notices_a_file_that_was_cut(tmp_path: Path):
+def test_every_way_to_read_notices_a_file_that_was_cut(nursery: Nursery, tmp_path: Path):
     """In a process of its own: to read a mapped byte that is no longer there is SIGBUS."""
     file, made = tmp_path / "reads.fa", records(400)
     file.write_bytes(fasta(made))
     opened(file, header_regex=r"(?P<own>\S+)", limits=IndexLimits(distinct=100))  # `own` stays in the headers
-    command = [sys.executable, "-c", USES, str(file), made[300].header.decode()]
-    assert subprocess.run(command, capture_output=True, check=False).stdout.split() == [b"True"] * 9
+    assert nursery.run(USES, file, made[300].header.decode()).out.split() == ["True"] * 9
 
 
 def test_a_file_larger_than_its_memory_is_checked_too(plain: Path):
