@@ -186,6 +186,21 @@ def roughly_measured_memory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def quick_fits() -> Iterator[None]:
+    """Regressions and calibrations take a fifth of their steps: what matters is what becomes of the models.
+
+    tests/traces/detectors and tests/reads/classifiers look at how well they are fitted.
+    """
+    from millstream.reads.classifiers import exact
+    from millstream.traces.detectors import regressions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact, "STEPS", exact.STEPS // 5)
+        patch.setattr(regressions, "_NUM_STEPS", regressions._NUM_STEPS // 5)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory):
     """Tiny language models of several architectures, each made when it is first needed."""

@@ -12,7 +12,7 @@ import pytest
 
 from support.extras import need
 
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
 
 need("transformers", "tokenizers", "lightning_fabric", "sklearn", "jinja2", "numba", "matplotlib")
 

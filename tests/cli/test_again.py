@@ -60,7 +60,7 @@ COMMANDS = {  # in this order; the next step each suggests
 
 @pytest.fixture(scope="module")
 def world(
-    tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None, roughly_measured_memory: None
+    tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None, roughly_measured_memory: None, quick_fits: None
 ) -> Generator[Path]:
     folder = tmp_path_factory.mktemp("again")
     make_model(folder / "lm", QUESTIONS)

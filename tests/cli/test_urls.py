@@ -85,7 +85,7 @@ CASES = {  # for every path: a command in which that path begins with @
 
 @pytest.fixture(scope="module")
 def world(
-    llama: Path, s3_address: str, tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None
+    llama: Path, s3_address: str, tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None, quick_fits: None
 ) -> Iterator[str]:
     """A working folder with something for every path, and the URL of a bucket with the same."""
     folder = tmp_path_factory.mktemp("urls")

@@ -6,7 +6,9 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None, roughly_measured_memory: None) -> Path:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, unrendered_figures: None, roughly_measured_memory: None, quick_fits: None
+) -> Path:
     from support.docs_world import make_world
 
     return make_world(tmp_path_factory.mktemp("docs") / "world")

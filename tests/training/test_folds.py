@@ -19,11 +19,18 @@ from support.making_traces import make_traces
 from support.training import SHORT
 
 MODELS = "lstm,mean_logprob,probe_last_answer"
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory", "quick_fits")
 GIVEN: Any = {**SHORT, "epochs": 1, "seeds": 1, "folds": 3, "curve": "20,60,5000"}
 
 
 @pytest.fixture(scope="module")
-def run(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(
+    store: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    unrendered_figures: None,
+    roughly_measured_memory: None,
+    quick_fits: None,
+) -> Path:
     out = tmp_path_factory.mktemp("folds") / "run"
     assert not ms.train(store, model=MODELS, out=str(out), **GIVEN).interrupted
     return out

@@ -27,7 +27,7 @@ from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of
 
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
 
 MODELS = "lstm,gnn,gvae,charm,gnn_shuffled,mean_logprob,p_true,token_stats,probe_last_answer,lapeigvals"
 

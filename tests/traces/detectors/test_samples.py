@@ -20,7 +20,7 @@ from millstream.traces.label import label
 from millstream.training.task import FitResources
 from support.commands import run_here
 
-pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory", "quick_fits")
 
 OF_SAMPLES = [name for name, baseline in BASELINES.items() if baseline.needs_samples]
 NUM, DRAWN, TOKENS = 120, 5, 3

@@ -27,9 +27,11 @@ from support.commands import run_here
 from support.making_spans import write_spans
 from support.training import SHORT
 
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
+
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, roughly_measured_memory: None, quick_fits: None) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     write_spans(folder / "s", 90)
     label(folder / "s", rule="spans")

@@ -38,10 +38,11 @@ from support.made_results import made_results
 from support.making_traces import make_traces
 
 MODELS = "length,mean_logprob,probe_last_answer"
+pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(tmp_path_factory: pytest.TempPathFactory, roughly_measured_memory: None, quick_fits: None) -> Path:
     """Stores a, b and one that is also named b; a cross-validated run on a and another run on b."""
     folder = tmp_path_factory.mktemp("transfer")
     make_traces(folder / "a", num=90)

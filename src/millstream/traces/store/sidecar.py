@@ -54,13 +54,13 @@ _MAX_RATIO = 1 << 16  # zstd stores 128 kB of zeros in 4 bytes
 _NUMPY = {"float": "float32", "halffloat": "float16"}  # other types have the same name in numpy
 
 
-def load_sidecar(path: Path, shard: ShardInfo, fields: Schema) -> "Sidecar":
+def load_sidecar(path: Path, shard: ShardInfo, fields: Schema, *, is_for_table: bool = False) -> "Sidecar":
     """The sidecar of a shard of a store with these fields, verified; rebuilt in memory if it is missing or damaged."""
     data = read_sidecar(path, shard.number, shard.sidecar_crc32c)
     own, file = path / sidecar_name(shard.number), path / shard_name(shard.number)
     if data is not None:
         with suppress(CorruptShard):
-            sidecar = Sidecar(data, own)
+            sidecar = Sidecar(data, own, is_for_table=is_for_table)
             if sidecar.num_records == shard.records and (sidecar.schema == fields or _fits(sidecar.schema, fields)):
                 return sidecar
     if isinstance(file, RemotePath):
@@ -93,7 +93,7 @@ def read_table(path: Path, manifest: Manifest, names: Sequence[str] | None = Non
     fields = [(n, k) for n, k in schema.items() if not isinstance(k, Tensor) and (names is None or n in names)]
     target = pa.schema(fields)
     tables = [
-        load_sidecar(path, shard, schema).table(target.names).select(target.names).cast(target)
+        load_sidecar(path, shard, schema, is_for_table=True).table(target.names).select(target.names).cast(target)
         for shard in manifest.shards
     ]
     return pa.concat_tables([target.empty_table(), *tables])
@@ -149,7 +149,7 @@ class Sidecar:
     cannot be those of a shard raise CorruptShard.
     """
 
-    def __init__(self, data: bytes, file: Path) -> None:
+    def __init__(self, data: bytes, file: Path, *, is_for_table: bool = False) -> None:
         self._data, self._file = data, file
         try:
             parquet = pq.ParquetFile(pa.BufferReader(data))
@@ -158,8 +158,10 @@ class Sidecar:
             self.schema = {name: kind for name, kind in record_schema(arrow).items() if not name.startswith("_")}
             self.compression = compression_of(arrow)
             expected = parquet_schema(self.schema, self.compression)
-            # All columns of a small one: reading all costs little more than reading one.
-            self._whole = parquet.read(use_threads=False) if len(data) < _SMALL_BYTES else None
+            # All columns of a small one: reading all costs little more than reading one. But those of tensors, which
+            # no table has, take most of the time.
+            is_whole = len(data) < _SMALL_BYTES and not is_for_table
+            self._whole = parquet.read(use_threads=False) if is_whole else None
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             raise self._wrong(str(error).partition("\n")[0]) from None
         if self.compression not in ("none", "lz4", "zstd") or not arrow.equals(expected):
