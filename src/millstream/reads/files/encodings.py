@@ -14,14 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
-from millstream.core.kernels import kernel
+from millstream.core.instructions import prefetch
+from millstream.core.kernels import inlined, kernel
 from millstream.core.record import Bytes
 
 Words = NDArray[np.uint64]
 CHUNK = 4096
 ANCHOR = 32  # rows per stored prefix sum
 LIMIT = 65536  # distinct values of a column with codes
+_AHEAD = 16  # rows that are prefetched
 _NEAR = 8  # rows: ascending values are closer, and a search costs more
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _at = np.uint64  # an unsigned index needs no check for being negative
 
 
@@ -128,11 +131,11 @@ def encode(values: Numbers, *, first_word: int = 0) -> tuple[Numbers, Words]:
     return directory, words[:used]
 
 
-def sums_before(anchors: BitColumn, column: BitColumn, rows: Numbers) -> Numbers:
-    """The sum of all values before each row: the anchor of every 32 rows plus the values since."""
-    out = np.empty(len(rows), np.int64)
-    _sums_before(anchors.directory, anchors.words, column.directory, column.words, rows, out)
-    return out
+def sums_before(anchors: BitColumn, column: BitColumn, rows: Numbers) -> tuple[Numbers, Numbers]:
+    """The sum of all values before each row, from the anchor of every 32 rows and the values since; and its value."""
+    sums, values = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    _sums_before(anchors.directory, anchors.words, column.directory, column.words, rows, sums, values)
+    return sums, values
 
 
 class IntegerDictionary:
@@ -210,23 +213,24 @@ class TextDictionary:
         self._slots = _empty_slots(limit)
 
 
+@inlined
+def bits_at(words: Words, bit: int, width: int) -> np.uint64:
+    """`width` bits, 1 to 64, from a bit on. Whether they lie in two words is not predictable: no branch depends on it."""
+    word, shift = _at(bit >> 6), _at(bit & 63)
+    # The second word is another one only where it is needed: the last of a column has none after it.
+    other = words[_at((bit + width - 1) >> 6)] << _at(1) << (_at(63) - shift)
+    return ((words[word] >> shift) | other) & (_ALL >> _at(64 - width))
+
+
 @kernel
 def value_of(directory: Numbers, words: Words, row: int) -> int:
     """One value of a bit column."""
-    chunk = row >> 12
+    chunk = _at(row >> 12)
     place = directory[chunk, 1]
     width = place & 255
     if width == 0:
         return directory[chunk, 0]
-    bit = (row & 4095) * width
-    word = (place >> 8) + (bit >> 6)
-    shift = bit & 63
-    value = words[word] >> np.uint64(shift)
-    if shift + width > 64:
-        value |= words[word + 1] << np.uint64(64 - shift)
-    if width < 64:
-        value &= (np.uint64(1) << np.uint64(width)) - np.uint64(1)
-    return directory[chunk, 0] + np.int64(value)
+    return directory[chunk, 0] + np.int64(bits_at(words, ((place >> 8) << 6) + (row & 4095) * width, width))
 
 
 @kernel
@@ -265,31 +269,40 @@ def last_not_above(directory: Numbers, words: Words, rows: int, value: int, near
 
 @kernel
 def _sums_before(
-    anchor_directory: Numbers, anchor_words: Words, directory: Numbers, words: Words, rows: Numbers, out: Numbers
+    anchor_directory: Numbers,
+    anchor_words: Words,
+    directory: Numbers,
+    words: Words,
+    rows: Numbers,
+    sums: Numbers,
+    values: Numbers,
 ) -> None:
     for index in range(len(rows)):
+        if index + _AHEAD < len(rows):
+            ahead = rows[index + _AHEAD]
+            place = directory[_at(ahead >> 12), 1]
+            prefetch(words, (place >> 8) + ((ahead & 4064) * (place & 255) >> 6))
         row = rows[index]
-        place = directory[row >> 12, 1]
+        low, place = directory[_at(row >> 12), 0], directory[_at(row >> 12), 1]
         width = place & 255
-        count = row & 31
-        total = value_of(anchor_directory, anchor_words, row >> 5) + directory[row >> 12, 0] * count
+        left = (row & 31) + 1
+        total = value_of(anchor_directory, anchor_words, row >> 5) + low * (left - 1)
+        value = 0
         if width > 0:
-            mask = (np.uint64(1) << np.uint64(width)) - np.uint64(1) if width < 64 else ~np.uint64(0)
-            bit = ((row - count) & 4095) * width
-            word = (place >> 8) + (bit >> 6)
-            shift = bit & 63
-            value = words[word]
-            for _ in range(count):
-                field = value >> np.uint64(shift)
-                shift += width
-                if shift >= 64:
-                    word += 1
-                    value = words[word]
-                    shift -= 64
-                    if shift > 0:
-                        field |= value << np.uint64(width - shift)
-                total += np.int64(field & mask)
-        out[index] = total
+            mask = _ALL >> _at(64 - width)
+            at_once = 64 // width
+            bit = ((place >> 8) << 6) + ((row - left + 1) & 4095) * width
+            while left > 0:
+                word, shift = _at(bit >> 6), _at(bit & 63)
+                fields = (words[word] >> shift) | (words[word + _at(1)] << _at(1) << (_at(63) - shift))
+                for _ in range(min(at_once, left)):
+                    value = np.int64(fields & mask)
+                    total += value
+                    fields >>= _at(width)
+                bit += at_once * width
+                left -= at_once
+        sums[index] = total - value
+        values[index] = low + value
 
 
 @kernel

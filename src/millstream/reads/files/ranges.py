@@ -5,7 +5,7 @@ import os
 import numpy as np
 
 from millstream.core.collection import Numbers
-from millstream.core.kernels import c_function, kernel
+from millstream.core.kernels import c_function, inlined, kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.core.remote import RemoteFile, read_all
@@ -75,11 +75,19 @@ def _read_ranges(fd: int, starts: Numbers, sizes: Numbers, address: int, offsets
     return starts.size
 
 
+@inlined
+def copy(source: Bytes, start: int, count: int, out: Bytes, at: int) -> int:
+    """`count` bytes from `start` on, to `out[at:]`; where they end there."""
+    origin, target = source[start : start + count], out[at : at + count]
+    for place in range(count):  # twice as fast as assigning one slice to the other, which may overlap
+        target[place] = origin[place]
+    return at + count
+
+
 @kernel
 def copy_pieces(
     block: Bytes, sources: Numbers, targets: Numbers, counts: Numbers, begin: int, end: int, out: Bytes
 ) -> None:
     """Copy pieces `begin` to `end` of one block to their targets."""
     for index in range(begin, end):
-        count = counts[index]
-        out[targets[index] : targets[index] + count] = block[sources[index] : sources[index] + count]
+        copy(block, sources[index], counts[index], out, targets[index])

@@ -15,6 +15,7 @@ from millstream.core.collection import Numbers
 from millstream.core.kernels import inlined, kernel
 from millstream.core.record import Bytes
 from millstream.reads.files.encodings import Words, sums_before
+from millstream.reads.files.ranges import copy
 from millstream.reads.files.sections import Column, Sections
 
 PIECE = 256  # records: made into Python objects at once, more of them are slower
@@ -52,8 +53,8 @@ class Geometry:
     def locate(self, rows: Numbers) -> Locations:
         """Where these records are."""
         anchors, spans = self._columns[_ANCHOR], self._columns[_SPAN]
-        start = sums_before(anchors.verified(rows >> 5), spans.verified(rows), rows)
-        return self._locations(start, *(column.take(rows) for column in self._columns[_SPAN:]))
+        start, span = sums_before(anchors.verified(rows >> 5), spans.verified(rows), rows)
+        return self._locations(start, span, *(column.take(rows) for column in self._columns[_BASES:]))
 
     def neighbours(self, row: int, count: int) -> Locations:
         """The same for `count` records from a row on."""
@@ -269,14 +270,6 @@ def _take_neighbours(words: Words, checked: Checked, table: Numbers, first: int,
 
 
 @inlined
-def _copy(source: Bytes, start: int, count: int, out: Bytes, at: int) -> int:
-    origin, target = source[start : start + count], out[at : at + count]
-    for place in range(count):  # twice as fast as assigning one slice to the other
-        target[place] = origin[place]
-    return at + count
-
-
-@inlined
 def _ends_name(byte: int) -> bool:
     return byte == 32 or 9 <= byte <= 13 or byte == 1  # as `name_of`
 
@@ -317,16 +310,16 @@ def _write_lines(
         place = start + heads[index]
         at = _copy_name(text, start + 1, place, out, at)
         if line == 0 or count <= line:
-            at = _copy(text, place, count, out, at)
+            at = copy(text, place, count, out, at)
         else:
             for _ in range(count // line):
-                at = _copy(text, place, line, out, at)
+                at = copy(text, place, line, out, at)
                 place += line + eols[index]
-            at = _copy(text, place, count % line, out, at)
+            at = copy(text, place, count % line, out, at)
         out[at] = 10
         at += 1
         if has_quality:
-            at = _copy(text, place + count + gaps[index], count, out, at)
+            at = copy(text, place + count + gaps[index], count, out, at)
             out[at] = 10
             at += 1
     edges[-1] = at
@@ -350,11 +343,11 @@ def _join_lines(
             edges[index // PIECE] = at
         at = _copy_name(headers, starts[index], ends[index], out, at)
         start, count = offsets[index], offsets[index + 1] - offsets[index]
-        at = _copy(flat, start, count, out, at)
+        at = copy(flat, start, count, out, at)
         out[at] = 10
         at += 1
         if has_quality:
-            at = _copy(quality, start, count, out, at)
+            at = copy(quality, start, count, out, at)
             out[at] = 10
             at += 1
     edges[-1] = at

@@ -15,6 +15,7 @@ from millstream.core.bucket import ObjectInfo
 from millstream.core.collection import Numbers
 from millstream.core.console import quoted
 from millstream.core.fingerprint import Fingerprint
+from millstream.core.instructions import prefetch
 from millstream.core.kernels import kernel
 from millstream.core.memory import Map, empty_bytes
 from millstream.core.record import Bytes, crc32c
@@ -23,14 +24,15 @@ from millstream.errors import BadSource
 from millstream.reads.files.blocks import REQUEST_BYTES, Blocks, BlockSpan, Ranges, equal_blocks, kept_bytes, opened
 from millstream.reads.files.containers import Kind, decode_frame
 from millstream.reads.files.inflate import bgzf_size, decode_bgzf, inflate
-from millstream.reads.files.ranges import read_bytes, read_near
+from millstream.reads.files.ranges import copy, read_bytes, read_near
 from millstream.reads.files.sections import Sections
 
 PAGE_BYTES = 4096
 _AROUND_BYTES = 64 << 10  # what the kernel maps around a byte that is touched
 _NEWLINE, _SEMICOLON = 10, 59
-_GROUP = 32  # records whose first bytes are touched ahead of copying
+_AHEAD = 16  # records that are prefetched before they are copied
 _LINE = 64  # bytes of a cache line
+_MOST = 1024  # bytes of a record that are prefetched
 
 
 class Runs(NamedTuple):
@@ -310,27 +312,25 @@ def gather(
 @kernel
 def _gather(
     text: Bytes, starts: Numbers, lines: Numbers, eols: Numbers, phases: Numbers, offsets: Numbers, out: Bytes
-) -> int:
-    touched = 0
-    for index in range(len(starts)):
-        if index % _GROUP == 0:  # overlaps cache misses: 290 -> 230 ns per short read
-            for ahead in range(index, min(index + _GROUP, len(starts))):
-                count = offsets[ahead + 1] - offsets[ahead]
-                if count > 0:
-                    for place in (0, min(count - 1, _LINE), min(count - 1, 2 * _LINE)):
-                        touched += int(text[starts[ahead] + place])
+) -> None:
+    for index in range(-_AHEAD, len(starts)):
+        ahead = index + _AHEAD
+        if ahead < len(starts):  # overlaps cache misses: 130 -> 45 ns per short read
+            for place in range(0, min(offsets[ahead + 1] - offsets[ahead] + _LINE - 1, _MOST), _LINE):
+                prefetch(text, starts[ahead] + place)
+        if index < 0:
+            continue
         source = starts[index]
         target = offsets[index]
         end = offsets[index + 1]
         line = lines[index]
         if line == 0:
-            out[target:end] = text[source : source + end - target]
+            copy(text, source, end - target, out, target)
         elif line > 0:
             rest = line - phases[index]
             while target < end:
                 count = min(rest, end - target)
-                out[target : target + count] = text[source : source + count]
-                target += count
+                target = copy(text, source, count, out, target)
                 source += rest + eols[index]
                 rest = line
         else:
@@ -346,4 +346,3 @@ def _gather(
                     out[target] = byte
                     target += 1
                 source += 1
-    return touched  # otherwise the compiler removes the touching

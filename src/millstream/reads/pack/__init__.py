@@ -169,8 +169,8 @@ class PackFile:
         offsets = np.zeros(len(rows) + 1, np.int64)
         flat, quality = np.empty(0, np.uint8), None
         if SEQUENCE in fields or QUALITY in fields:
-            np.cumsum(self.lengths(rows), out=offsets[1:])
-            starts = self.starts(rows)
+            starts, lengths = self._starts_and_lengths(rows)
+            np.cumsum(lengths, out=offsets[1:])
             flat = self.sequences(starts, offsets)
             quality = self.qualities(starts, offsets) if QUALITY in fields and self.has_quality else None
         return Fetched(flat, offsets, quality, columns)
@@ -180,6 +180,10 @@ class PackFile:
 
     def starts(self, rows: Numbers) -> Numbers:
         """Where the records start in the stream of bases."""
+        return self._starts_and_lengths(rows)[0]
+
+    def _starts_and_lengths(self, rows: Numbers) -> tuple[Numbers, Numbers]:
+        """Where these records start in the stream of bases, and how many each has."""
         return sums_before(self._anchors.verified(rows >> 5), self._lengths.verified(rows), rows)
 
     def sequences(self, starts: Numbers, offsets: Numbers) -> Bytes:

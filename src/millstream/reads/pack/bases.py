@@ -1,11 +1,13 @@
 """Bases and base qualities of a pack: two bits per base in one stream, exceptions as runs; qualities as codes."""
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
+from millstream.core.instructions import load_word, prefetch, store_bases
 from millstream.core.kernels import kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
@@ -20,7 +22,11 @@ _RUNS = {"other": ("start", "length", "letter"), "lower": ("start", "length")}  
 _WORD = 8  # bases
 _READ_BITS = 18  # log2 of the bytes that are mapped to find the runs of a read: 64 kB around each of four pages
 _FIRST = np.zeros(1, np.int64)
-_TABLE = np.array([[BASES[byte >> 2 * i & 3] for i in range(4)] for byte in range(256)], np.uint8)
+_AHEAD = 16  # reads that are prefetched before they are decoded
+_LINE = 256  # bases in a cache line
+_STRETCH_BITS = 8  # log2 of the bases of a stretch, at least
+_NUM_STRETCHES = 1 << 21  # at most, one bit each
+_MOST = 16 * _LINE  # bases of a read that are prefetched
 
 # The state between two buffers; a start below 0: no run is open.
 _AT, _OTHER, _BASE, _LOWER = range(4)
@@ -84,6 +90,9 @@ class TwoBit:
         if memory is not None and sum(column.num_bytes for some in columns for column in some) > memory // 8:
             self._num_at_once = max(memory >> _READ_BITS, 1)
         self._runs = [[column.whole() for column in some] for some in columns if some[0].rows]
+        self._stretch_bits = _STRETCH_BITS
+        while sections.span(STREAM)[1] << 2 >> self._stretch_bits > _NUM_STRETCHES:
+            self._stretch_bits += 1
         if memory is not None:
             sections.drop_pages()
 
@@ -94,11 +103,14 @@ class TwoBit:
         """
         out = empty_bytes(int(offsets[-1]))
         if copied is None:
-            _decode(self._stream, _TABLE, starts, offsets, out)
+            _decode(self._stream, starts, offsets, out)
         else:
-            _decode(copied[0], _TABLE, (copied[1] << 2) + (starts & 3), offsets, out)
+            _decode(copied[0], (copied[1] << 2) + (starts & 3), offsets, out)
         if self._num_at_once is None:
-            self._apply_runs(np.arange(len(starts)), starts, offsets, out)
+            if self._runs:
+                found = np.empty(len(starts) + 1, np.int64)
+                count = _find_marked(self._marks, self._stretch_bits, starts, offsets, found)
+                self._apply_runs(found[:count], starts, offsets, out)
             return out
         order = np.argsort(starts)  # neighbours are in the same pages
         for at in range(0, len(order), self._num_at_once):
@@ -111,11 +123,20 @@ class TwoBit:
         starts, offsets = np.array([start], np.int64), np.array([0, count], np.int64)
         out = np.empty(count, np.uint8)
         if copied is None:
-            _decode(self._stream, _TABLE, starts, offsets, out)
+            _decode(self._stream, starts, offsets, out)
         else:
-            _decode(np.array(memoryview(copied)), _TABLE, starts & 3, offsets, out)
+            _decode(np.array(memoryview(copied)), starts & 3, offsets, out)
         self._apply_runs(_FIRST, starts, offsets, out)
         return out
+
+    @cached_property
+    def _marks(self) -> Bytes:
+        """A bit per stretch of bases that has a run: few reads do, and searching for the runs of one takes 140 ns."""
+        marks = np.zeros((self._sections.span(STREAM)[1] << 2 >> self._stretch_bits + 3) + 1, np.uint8)
+        for begins, lengths, *_ in self._runs:
+            places = begins.directory, begins.words, lengths.directory, lengths.words
+            _mark(*places, begins.rows, self._stretch_bits, marks)
+        return marks
 
     def _apply_runs(self, reads: Numbers, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
         for begins, lengths, *letters in self._runs:
@@ -189,26 +210,52 @@ def _encode(
 
 
 @kernel
-def _decode(stream: Bytes, table: NDArray[np.uint8], starts: Numbers, offsets: Numbers, out: Bytes) -> None:
-    for index in range(len(starts)):
-        place = starts[index]
-        target = offsets[index]
-        end = offsets[index + 1]
-        while target < end and place & 3:
-            out[target] = table[stream[place >> 2], place & 3]
-            place += 1
-            target += 1
-        byte = place >> 2
-        while target + 4 <= end:
-            four = stream[byte]
-            out[target] = table[four, 0]
-            out[target + 1] = table[four, 1]
-            out[target + 2] = table[four, 2]
-            out[target + 3] = table[four, 3]
-            byte += 1
-            target += 4
-        for rest in range(end - target):
-            out[target + rest] = table[stream[byte], rest]
+def _decode(stream: Bytes, starts: Numbers, offsets: Numbers, out: Bytes) -> None:
+    """32 bases at a time. What is written past the end of a read is written again by the next one."""
+    for index in range(-_AHEAD, len(starts)):
+        ahead = index + _AHEAD
+        if ahead < len(starts):
+            for place in range(0, min(offsets[ahead + 1] - offsets[ahead] + _LINE, _MOST), _LINE):
+                prefetch(stream, starts[ahead] + place >> 2)
+        if index < 0:
+            continue
+        place, target, end = starts[index], offsets[index], offsets[index + 1]
+        while target < end:
+            byte, skipped = place >> 2, place & 3
+            if byte + 8 <= len(stream) and target + 32 <= len(out):
+                store_bases(out, target, load_word(stream, byte) >> np.uint64(2 * skipped))
+                place += 32 - skipped
+                target += 32 - skipped
+            else:
+                code = stream[byte] >> 2 * skipped & 3
+                out[target] = 65 + 2 * code + 15 * (code == 2)
+                place += 1
+                target += 1
+
+
+@kernel
+def _mark(
+    begin_directory: Numbers, begin_words: Words, directory: Numbers, words: Words, rows: int, bits: int, marks: Bytes
+) -> None:
+    for run in range(rows):
+        begin = value_of(begin_directory, begin_words, run)
+        last = begin + value_of(directory, words, run) - 1
+        for stretch in range(begin >> bits, (last >> bits) + 1):
+            marks[stretch >> 3] |= np.uint8(1 << (stretch & 7))
+
+
+@kernel
+def _find_marked(marks: Bytes, bits: int, starts: Numbers, offsets: Numbers, found: Numbers) -> int:
+    """Fills `found` with the reads in marked stretches; how many they are."""
+    count = 0
+    for read in range(len(starts)):
+        start, size = starts[read], offsets[read + 1] - offsets[read]
+        is_marked = 0
+        for stretch in range(start >> bits, (start + size - 1 >> bits) + 1):
+            is_marked |= marks[stretch >> 3] >> (stretch & 7) & 1
+        found[count] = read
+        count += is_marked
+    return count
 
 
 @kernel

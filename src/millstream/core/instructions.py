@@ -1,0 +1,100 @@
+"""Instructions that numba has no words for, for kernels to call with an array and an index, which is not checked."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from millstream.core.kernels import require_numba
+
+
+def _refuse(*arguments: object) -> Any:
+    require_numba()
+
+
+def _instruction(build: Callable[..., Any], *, result: str) -> Callable[..., Any]:
+    """`build(builder, address, *numbers)` emits it for the address of an element."""
+    if not find_spec("numba"):
+        return _refuse
+    from numba import types
+    from numba.extending import intrinsic
+
+    def typed(array: Any, index: Any, *numbers: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, values[0]).data
+            built = build(builder, builder.gep(data, [values[1]]), *values[2:])
+            return context.get_dummy_value() if result == "void" else built
+
+        return getattr(types, result)(array, index, *numbers), emit
+
+    # numba looks at the names of the arguments.
+    def one(typingctx: Any, array: Any, index: Any) -> Any:
+        return typed(array, index)
+
+    def two(typingctx: Any, array: Any, index: Any, number: Any) -> Any:
+        return typed(array, index, number)
+
+    return intrinsic(two if build.__code__.co_argcount == 3 else one)  # pyright: ignore
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    from llvmlite import ir
+
+    byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+    name = "llvm.prefetch.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, [builder.bitcast(address, byte), number(0), number(3), number(1)])
+
+
+def _load_word(builder: Any, address: Any) -> Any:
+    from llvmlite import ir
+
+    return builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()), align=1)
+
+
+def _store_bases(builder: Any, address: Any, codes: Any) -> None:
+    from llvmlite import ir
+
+    byte = ir.IntType(8)
+    many = ir.VectorType(byte, 32)
+
+    def all_of(*values: int) -> Any:
+        return ir.Constant(many, [*values] * (32 // len(values)))
+
+    four_times = ir.Constant(ir.VectorType(ir.IntType(32), 32), [place // 4 for place in range(32)])
+    bytes_of = builder.bitcast(codes, ir.VectorType(byte, 8))
+    code = builder.shuffle_vector(bytes_of, ir.Constant(ir.VectorType(byte, 8), ir.Undefined), four_times)
+    code = builder.and_(builder.lshr(code, all_of(0, 2, 4, 6)), all_of(3))
+    is_t = builder.zext(builder.icmp_unsigned("==", code, all_of(2)), many)
+    base = builder.add(builder.add(code, code), builder.mul(is_t, all_of(15)))
+    base = builder.add(base, all_of(65))
+    builder.store(base, builder.bitcast(address, many.as_pointer()), align=1)
+
+
+def _find_controls(builder: Any, address: Any) -> Any:
+    from llvmlite import ir
+
+    many = ir.VectorType(ir.IntType(8), 64)
+    block = builder.load(builder.bitcast(address, many.as_pointer()), align=1)
+    # As signed bytes, those from 128 on are negative, too.
+    found = builder.icmp_signed("<=", block, ir.Constant(many, [32] * 64))
+    found = builder.or_(found, builder.icmp_signed("==", block, ir.Constant(many, [127] * 64)))
+    return builder.bitcast(found, ir.IntType(64))
+
+
+def _count_zeros(builder: Any, address: Any, word: Any) -> Any:
+    from llvmlite import ir
+
+    return builder.cttz(word, ir.IntType(1)(0))
+
+
+prefetch = _instruction(_prefetch, result="void")
+"""prefetch(array, i): the cache line of an element, without waiting for it."""
+load_word = _instruction(_load_word, result="uint64")
+"""load_word(array, i): eight bytes from an element on, aligned or not."""
+store_bases = _instruction(_store_bases, result="void")
+"""store_bases(array, i, codes): the letters of 32 codes of two bits, of A, C, T, G."""
+find_controls = _instruction(_find_controls, result="uint64")
+"""find_controls(array, i): of 64 bytes, one bit each: set for those up to 32, and from 127 on."""
+count_zeros = _instruction(_count_zeros, result="uint64")
+"""count_zeros(array, i, word): the zero bits below the lowest one that is set."""
