@@ -88,6 +88,11 @@ class Augment:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(known)}")
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether `apply` only makes bases upper case."""
+        return self.n == "keep" and self.max_length is None and not self.reverse_complement and not self.mask
+
     def apply(self, flat: Bases, offsets: Numbers, numbers: Numbers, *, epoch: int = 0) -> tuple[Bases, Numbers]:
         """New arrays with the augmented reads of this epoch; `numbers` are the record numbers of the reads."""
         if numbers.size != offsets.size - 1:
@@ -160,7 +165,9 @@ class TokenFeature:
         if not isinstance(batch, ReadBatch):
             raise ValueError("features.tokens needs reads; these records are traces")
         augment = replace(self.augment, seed=mix(self.augment.seed, seed)) if seed else self.augment
-        flat, offsets = augment.apply(batch.flat, batch.offsets, batch.numbers, epoch=epoch)
+        flat, offsets = batch.flat, batch.offsets
+        if not (augment.is_idle and isinstance(self.tokenizer, Kmers)):  # which read either case
+            flat, offsets = augment.apply(flat, offsets, batch.numbers, epoch=epoch)
         ids, mask = self.tokenizer.tokenize(flat, offsets, max_length=self.max_length, pad=self.pad, dtype=self.dtype)
         made: dict[str, object] = {"input_ids": ids, "attention_mask": mask}
         if self.qualities:

@@ -215,7 +215,7 @@ class TextDictionary:
 
 @inlined
 def bits_at(words: Words, bit: int, width: int) -> np.uint64:
-    """`width` bits, 1 to 64, from a bit on. Whether they lie in two words is not predictable: no branch depends on it."""
+    """`width` bits, 1 to 64, from a bit on. No branch depends on whether they lie in two words: it is unpredictable."""
     word, shift = _at(bit >> 6), _at(bit & 63)
     # The second word is another one only where it is needed: the last of a column has none after it.
     other = words[_at((bit + width - 1) >> 6)] << _at(1) << (_at(63) - shift)

@@ -18,6 +18,8 @@ Ids = NDArray[np.int32 | np.int64]
 IdType = type[np.int32 | np.int64]
 Pad = Literal["longest", "max_length"]
 T = TypeVar("T", bound=np.generic)
+_U8 = np.uint8
+_LANES = 32  # bytes at a time
 UNKNOWN, FOREIGN = 4, 8  # codes of bases: bits above the two of A C G T
 LARGEST_K, LARGEST_K_INT32 = 31, 15  # k-mer ids take 2 bits per base
 
@@ -213,12 +215,18 @@ def _fill(
     """Fill the rows; returns the first read with a foreign byte, or -1. Bases in no token are not checked."""
     width = ids.shape[1]
     every = np.empty(width * stride, ids.dtype)
+    room = width + 2 * (k + _LANES)  # in arrays of their own: rows of one might overlap, which takes five times as long
+    known, fours, tail = np.zeros(room, np.uint8), np.empty(room, np.uint8), np.empty(room, np.uint8)
     for read in range(offsets.size - 1):
         start = offsets[read]
         count = max(0, min((offsets[read + 1] - start - k) // stride + 1, width))
         bases = flat[start : start + (k + (count - 1) * stride if count > 0 else 0)]
         row = ids[read]
-        if stride == 1:
+        whole = flat[start : min(start + -(-bases.size // _LANES) * _LANES, flat.size)]  # with bases of the next read
+        if stride == 1 and not canonical and _encode(whole, known):
+            seen = 0
+            _combine(known, fours, tail, k, row[:count])
+        elif stride == 1:
             seen = _roll(bases, codes, k, canonical, row)
         else:
             seen = _roll(bases, codes, k, canonical, every)
@@ -233,11 +241,63 @@ def _fill(
 
 
 @kernel
+def _encode(bases: Bases, out: Bases) -> bool:
+    """The code of every base; False if one is not A C G T U, either case. Bytes alone, `_LANES` at a time."""
+    wrong = _U8(0)
+    for i in range(bases.size):
+        letter = _U8(bases[i] & _U8(0xDF))
+        code = _U8(_U8(letter >> _U8(1)) & _U8(3))  # A 0, C 1, T and U 2, G 3
+        out[i] = code ^ _U8(code >> _U8(1))
+        is_t = _U8(_U8(code >> _U8(1)) & _U8(~code)) & _U8(1)
+        again = _U8(_U8(65) + _U8(code << _U8(1))) + _U8(is_t * _U8(15))
+        wrong |= _U8(_U8(again) ^ letter) & _U8(~is_t)  # T and U differ in the last bit
+    return wrong == 0
+
+
+@kernel
+def _combine(codes: Bases, fours: Bases, tail: Bases, k: int, out: Ids) -> None:
+    """The id of every k-mer of a read with these codes: of four bases each, k // 4 times, and of the rest."""
+    num_fours, rest = k // 4, k % 4
+    size = -(-(out.size + k) // _LANES) * _LANES  # the rest would take as long one by one
+    for i in range(size if num_fours > 0 else 0):
+        fours[i] = _U8(codes[i] << _U8(6)) | _U8(codes[i + 1] << _U8(4)) | _U8(codes[i + 2] << _U8(2)) | codes[i + 3]
+    tail, after = tail[:size], codes[4 * num_fours :]
+    if rest == 0:
+        tail[:] = 0
+    elif rest == 1:
+        for i in range(tail.size):
+            tail[i] = after[i]
+    elif rest == 2:
+        for i in range(tail.size):
+            tail[i] = _U8(after[i] << _U8(2)) | after[i + 1]
+    else:
+        for i in range(tail.size):
+            tail[i] = _U8(after[i] << _U8(4)) | _U8(after[i + 1] << _U8(2)) | after[i + 2]
+    if num_fours == 0:
+        for i in range(out.size):
+            out[i] = tail[i] + 1
+        return
+    part, shift = fours[: out.size], 2 * rest
+    if num_fours == 1:
+        for i in range(out.size):
+            out[i] = (np.int32(part[i]) << shift | np.int32(tail[i])) + 1
+        return
+    for i in range(out.size):
+        out[i] = part[i]
+    for number in range(1, num_fours):
+        part = fours[4 * number : 4 * number + out.size]
+        for i in range(out.size):
+            out[i] = out[i] << 8 | part[i]
+    for i in range(out.size):
+        out[i] = (out[i] << shift | tail[i]) + 1
+
+
+@kernel
 def _roll(bases: Bases, codes: Numbers, k: int, canonical: bool, out: Ids) -> int:
     """The id of every k-mer of one read; returns the bits of all codes seen.
 
     No branch depends on the bases, and the loops index slices from 0: 5.4 M reads/s of 125 bases, against 2.7 for the
-    obvious loop (count the known bases, write at i - k + 1).
+    obvious loop (count the known bases, write at i - k + 1), and 10 for `_combine`, which knows no other bases.
     """
     top = 2 * (k - 1)
     stay = (1 << top) - 1  # the k - 1 bases that stay when the window moves
