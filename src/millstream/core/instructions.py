@@ -88,6 +88,31 @@ def _count_zeros(builder: Any, address: Any, word: Any) -> Any:
     return builder.cttz(word, ir.IntType(1)(0))
 
 
+def _copier() -> Callable[..., Any]:
+    if not find_spec("numba"):
+        return _refuse
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    many = ir.VectorType(ir.IntType(8), 32)
+
+    def copy(typingctx: Any, source: Any, start: Any, out: Any, at: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            places = []
+            for which in (0, 2):
+                data = context.make_array(signature.args[which])(context, builder, values[which]).data
+                places.append(builder.bitcast(builder.gep(data, [values[which + 1]]), many.as_pointer()))
+            builder.store(builder.load(places[0], align=1), places[1], align=1)
+            return context.get_dummy_value()
+
+        return types.void(source, start, out, at), emit
+
+    return intrinsic(copy)  # pyright: ignore
+
+
+copy_32 = _copier()
+"""copy_32(source, i, out, j): 32 bytes."""
 prefetch = _instruction(_prefetch, result="void")
 """prefetch(array, i): the cache line of an element, without waiting for it."""
 load_word = _instruction(_load_word, result="uint64")

@@ -22,7 +22,7 @@ Words = NDArray[np.uint64]
 CHUNK = 4096
 ANCHOR = 32  # rows per stored prefix sum
 LIMIT = 65536  # distinct values of a column with codes
-_AHEAD = 16  # rows that are prefetched
+_AHEAD = 32  # rows that are prefetched
 _NEAR = 8  # rows: ascending values are closer, and a search costs more
 _ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
 _at = np.uint64  # an unsigned index needs no check for being negative
@@ -236,6 +236,10 @@ def value_of(directory: Numbers, words: Words, row: int) -> int:
 @kernel
 def _take(directory: Numbers, words: Words, rows: Numbers, out: Numbers) -> None:
     for index in range(len(rows)):
+        if index + _AHEAD < len(rows):
+            ahead = rows[index + _AHEAD]
+            place = directory[_at(ahead >> 12), 1]
+            prefetch(words, (place >> 8) + ((ahead & 4095) * (place & 255) >> 6))
         out[index] = value_of(directory, words, rows[index])
 
 

@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 from millstream.core.collection import Numbers
+from millstream.core.instructions import copy_32
 from millstream.core.kernels import c_function, inlined, kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
@@ -78,10 +79,17 @@ def _read_ranges(fd: int, starts: Numbers, sizes: Numbers, address: int, offsets
 @inlined
 def copy(source: Bytes, start: int, count: int, out: Bytes, at: int) -> int:
     """`count` bytes from `start` on, to `out[at:]`; where they end there."""
-    origin, target = source[start : start + count], out[at : at + count]
-    for place in range(count):  # twice as fast as assigning one slice to the other, which may overlap
-        target[place] = origin[place]
-    return at + count
+    end = at + count
+    if count < 32:
+        for place in range(count):
+            out[at + place] = source[start + place]
+        return end
+    while at + 32 < end:  # numba would copy 128 bytes at a time, and the rest one by one
+        copy_32(source, start, out, at)
+        start += 32
+        at += 32
+    copy_32(source, start + end - at - 32, out, end - 32)  # some of it again
+    return end
 
 
 @kernel

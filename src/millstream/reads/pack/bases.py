@@ -23,10 +23,8 @@ _WORD = 8  # bases
 _READ_BITS = 18  # log2 of the bytes that are mapped to find the runs of a read: 64 kB around each of four pages
 _FIRST = np.zeros(1, np.int64)
 _AHEAD = 16  # reads that are prefetched before they are decoded
-_LINE = 256  # bases in a cache line
 _STRETCH_BITS = 8  # log2 of the bases of a stretch, at least
 _NUM_STRETCHES = 1 << 21  # at most, one bit each
-_MOST = 16 * _LINE  # bases of a read that are prefetched
 
 # The state between two buffers; a start below 0: no run is open.
 _AT, _OTHER, _BASE, _LOWER = range(4)
@@ -215,8 +213,8 @@ def _decode(stream: Bytes, starts: Numbers, offsets: Numbers, out: Bytes) -> Non
     for index in range(-_AHEAD, len(starts)):
         ahead = index + _AHEAD
         if ahead < len(starts):
-            for place in range(0, min(offsets[ahead + 1] - offsets[ahead] + _LINE, _MOST), _LINE):
-                prefetch(stream, starts[ahead] + place >> 2)
+            prefetch(stream, starts[ahead] >> 2)
+            prefetch(stream, starts[ahead] + offsets[ahead + 1] - offsets[ahead] - 1 >> 2)
         if index < 0:
             continue
         place, target, end = starts[index], offsets[index], offsets[index + 1]
@@ -249,9 +247,9 @@ def _find_marked(marks: Bytes, bits: int, starts: Numbers, offsets: Numbers, fou
     """Fills `found` with the reads in marked stretches; how many they are."""
     count = 0
     for read in range(len(starts)):
-        start, size = starts[read], offsets[read + 1] - offsets[read]
-        is_marked = 0
-        for stretch in range(start >> bits, (start + size - 1 >> bits) + 1):
+        first, last = starts[read] >> bits, starts[read] + offsets[read + 1] - offsets[read] - 1 >> bits
+        is_marked = (marks[first >> 3] >> (first & 7) | marks[last >> 3] >> (last & 7)) & 1
+        for stretch in range(first + 1, last):
             is_marked |= marks[stretch >> 3] >> (stretch & 7) & 1
         found[count] = read
         count += is_marked

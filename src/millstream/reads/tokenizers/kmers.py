@@ -1,12 +1,13 @@
 """Bases -> k-mer ids in one pass (single bases are k = 1), and the rectangle of ids that every tokenizer returns."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.kernels import kernel
+from millstream.core.memory import empty
 from millstream.errors import BadSource
 
 # A batch of reads is `flat` (the bases of all reads, one after another) and `offsets`, one more than reads: read i is
@@ -86,8 +87,8 @@ def width_of(counts: Numbers, *, max_length: int | None, pad: Pad) -> int:
 
 
 def rectangle(num_reads: int, width: int, *, dtype: IdType) -> Tokens:
-    """Ids and mask, uninitialised, in one allocation: numpy requests huge pages from 4 MB on."""
-    both = np.empty((2, num_reads, width), dtype)
+    """Ids and mask, uninitialised, in one allocation: large enough for huge pages."""
+    both = cast(Ids, empty((2, num_reads, width), dtype))
     return Tokens(both[0], both[1])
 
 
