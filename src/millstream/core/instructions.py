@@ -1,10 +1,15 @@
 """Instructions that numba has no words for, for kernels to call with an array and an index, which is not checked."""
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from millstream.core.kernels import require_numba
+
+
+def _ir() -> Any:
+    return import_module("llvmlite.ir")  # without types
 
 
 def _refuse(*arguments: object) -> Any:
@@ -37,7 +42,7 @@ def _instruction(build: Callable[..., Any], *, result: str) -> Callable[..., Any
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    from llvmlite import ir
+    ir = _ir()
 
     byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
@@ -47,13 +52,13 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 
 def _load_word(builder: Any, address: Any) -> Any:
-    from llvmlite import ir
+    ir = _ir()
 
     return builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()), align=1)
 
 
 def _store_bases(builder: Any, address: Any, codes: Any) -> None:
-    from llvmlite import ir
+    ir = _ir()
 
     byte = ir.IntType(8)
     many = ir.VectorType(byte, 32)
@@ -72,7 +77,7 @@ def _store_bases(builder: Any, address: Any, codes: Any) -> None:
 
 
 def _find_controls(builder: Any, address: Any) -> Any:
-    from llvmlite import ir
+    ir = _ir()
 
     many = ir.VectorType(ir.IntType(8), 64)
     block = builder.load(builder.bitcast(address, many.as_pointer()), align=1)
@@ -83,7 +88,7 @@ def _find_controls(builder: Any, address: Any) -> Any:
 
 
 def _count_zeros(builder: Any, address: Any, word: Any) -> Any:
-    from llvmlite import ir
+    ir = _ir()
 
     return builder.cttz(word, ir.IntType(1)(0))
 
@@ -91,7 +96,7 @@ def _count_zeros(builder: Any, address: Any, word: Any) -> Any:
 def _copier() -> Callable[..., Any]:
     if not find_spec("numba"):
         return _refuse
-    from llvmlite import ir
+    ir = _ir()
     from numba import types
     from numba.extending import intrinsic
 
@@ -99,7 +104,7 @@ def _copier() -> Callable[..., Any]:
 
     def copy(typingctx: Any, source: Any, start: Any, out: Any, at: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            places = []
+            places: list[Any] = []
             for which in (0, 2):
                 data = context.make_array(signature.args[which])(context, builder, values[which]).data
                 places.append(builder.bitcast(builder.gep(data, [values[which + 1]]), many.as_pointer()))
