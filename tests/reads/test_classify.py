@@ -20,7 +20,7 @@ from millstream.core.outputs import PartialOutput, done_file
 from millstream.errors import BadSetting, BadSource, ConfigMismatch, StoreExists
 from millstream.features import fields
 from millstream.reads import sample_reports
-from millstream.reads.classifiers.nets import ReadNet, ReadPredictions, probabilities
+from millstream.reads.classifiers.nets import LEAST_VOTE, ReadNet, ReadPredictions, probabilities
 from millstream.reads.classify import THRESHOLD, classify, find_classifier
 from millstream.reads.kind import HEADERS
 from millstream.reads.kraken import Assignments
@@ -158,7 +158,7 @@ def test_ranks_are_tried_from_the_lowest_and_one_may_be_named_class():
     assert [assignments.ranks[number] for number in numbers] == ["no rank", "genus", "no rank", "genus"]
 
 
-def test_a_pair_has_the_mean_of_its_mates_whether_neighbours_or_in_two_files(made: Path, tmp_path: Path):
+def test_a_pair_has_one_answer_whether_its_mates_are_neighbours_or_in_two_files(made: Path, tmp_path: Path):
     classify(made / "run", made / "both.fq.gz", tmp_path / "neighbours.tsv", paired=True)
     done = classify(made / "run", made / "one.fq.gz", tmp_path / "files.tsv", mates=made / "two.fq", memory="100MB")
     assert (tmp_path / "neighbours.tsv").read_bytes() == (tmp_path / "files.tsv").read_bytes()
@@ -170,9 +170,11 @@ def test_a_pair_has_the_mean_of_its_mates_whether_neighbours_or_in_two_files(mad
     assert [row[0] for row in rows] == [name[:-2] for name in batch["name"][::2]]  # type: ignore[index]
     assert not any(row[0].endswith(("/1", "/2")) for row in rows)
     with torch.inference_mode():
-        mean = probabilities(net, batch)[0].reshape(200, 2, 3).mean(dim=1)  # type: ignore[arg-type]
-    assert [int(row[1]) for row in rows] == [list(TAXA)[label] for label in mean.argmax(dim=1).tolist()]
-    assert [float(row[5]) for row in rows] == pytest.approx(mean.max(dim=1).values.tolist(), abs=1e-4)
+        likely = probabilities(net, batch)[0].clamp(min=LEAST_VOTE)  # type: ignore[arg-type]
+    both = likely.reshape(200, 2, 3).prod(dim=1)
+    both /= both.sum(dim=1, keepdim=True)
+    assert [int(row[1]) for row in rows] == [list(TAXA)[label] for label in both.argmax(dim=1).tolist()]
+    assert [float(row[5]) for row in rows] == pytest.approx(both.max(dim=1).values.tolist(), abs=1e-4)
 
 
 def test_reads_that_are_not_mates_are_refused_by_name(made: Path, tmp_path: Path):
@@ -373,7 +375,7 @@ def test_the_command_writes_rows_and_a_report_and_prints_a_summary(made: Path, t
     assert "kmer-linear seed 0, the best on validation, macro F1 0." in err
     summary, following = err.splitlines()[-2:]
     assert summary.startswith(f"{out}: 900 reads, 900 classified, 0 unclassified; ")
-    assert following == f"Next: millstream view {made / 'run'}"
+    assert following == f"Next: millstream view {out}"
     lines = [line.split("\t") for line in report.read_text().splitlines()]
     assert lines[0] == ["100.00", "900", "0", "R", "1", "root"] or lines[0][1] == "900"
     rows = rows_of(out)

@@ -385,7 +385,7 @@ def test_headers_may_have_another_format(made: Path, tmp_path: Path):
         study(made, data={**files, "header_regex": r"^\S+ class=(?P<kind>\d+)$"})
 
 
-def test_a_pair_gets_one_prediction_the_mean_over_its_mates(made: Path, tmp_path: Path):
+def test_a_pair_gets_one_prediction_of_both_mates(made: Path, tmp_path: Path):
     for name, paired in (("single", False), ("paired", True)):
         files = data(made, train="pairs.fa", val="pairs.fa", test="pairs.fa").copy()
         shutil.copy(made / "pairs.fa", tmp_path / "mates.fa")
@@ -399,9 +399,8 @@ def test_a_pair_gets_one_prediction_the_mean_over_its_mates(made: Path, tmp_path
     agree = found[:, 0] == found[:, 1]
     assert agree.sum() > 10
     assert (column(pairs, "class")[agree] == found[agree, 0]).all()
-    expected = probability[agree].sum(axis=1) / np.maximum((probability[agree] > 0).sum(axis=1), 1)  # 0: no evidence
-    assert np.allclose(column(pairs, "probability")[agree], expected, atol=1e-5)
-    assert (np.abs(probability[agree, 0] - probability[agree, 1]) > 1e-3).any()
+    both, alone = column(pairs, "probability")[agree], probability[agree]  # 0: no evidence
+    assert (both >= alone.max(axis=1) - 1e-3).all() and (both > alone.mean(axis=1) + 1e-2).any()
     card = card_of(tmp_path / "paired")
     assert card["mates"] == 2 and card["reads"]["mates"] == 80
 

@@ -272,6 +272,10 @@ def view(
         str | None,
         typer.Option(help="Folder or tokenizer.json; for reads also base or kmer(6).", metavar="NAME"),
     ] = None,
+    mapping: Annotated[
+        Path | None,
+        typer.Option(help="Table with the names of the classes of reads.", metavar="FILE", parser=parse_path),
+    ] = None,
     label: Annotated[bool, typer.Option("--label", help="Judge the answers of a store, by single keys.")] = False,
 ) -> None:
     """Explore traces, reads, a run or a classified sample in the browser.
@@ -281,7 +285,7 @@ def view(
     from millstream.core.console import say
     from millstream.view.server import serve, views_of
 
-    views = views_of(path, run=run, tokenizer=tokenizer, label=label, notify=say)
+    views = views_of(path, run=run, tokenizer=tokenizer, mapping=mapping, label=label, notify=say)
     serve(views, port=port, title=path.resolve().name, notify=say)
 
 

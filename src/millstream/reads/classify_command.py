@@ -106,6 +106,7 @@ def classify(
     from millstream.core.memory import Allowance
     from millstream.core.remote import to_path
     from millstream.reads.classify import classify as predict
+    from millstream.reads.rows import kind_of
     from millstream.reads.samples import classify_samples, stdin_as_file
     from millstream.reads.scorer import find_classifier
 
@@ -148,4 +149,5 @@ def classify(
     written = [*map(str, report or []), *([] if table is None else [str(table)])]
     taxa = f"; report in {' and '.join(written)}" if written else "; --report also writes a report of the taxa"
     speed = f"; {done.reads_per_s:,.0f} reads/s" if done.num_resumed < done.num_rows else ""
-    finish(f"{out}: {count}{speed}{taxa}", "view", run)
+    is_shown = table is None and not is_stdout and not kind_of(out)
+    finish(f"{out}: {count}{speed}{taxa}", "view", out if is_shown else run)

@@ -194,7 +194,7 @@ class Scorer:
         self._predict = ReadPredictions(trained.classes.taxa_by_rank, group, MOST)
         self._model, self._net = trained.restore(collection, memory=memory)
         self._features = [*self._model.scoring, name_feature(parts)]
-        most = max((settings.batch_size or self._model.at_once) // group, 1) * group
+        most = max((settings.batch_size or self._model.at_once * self._net.passes) // group, 1) * group
         size = fitting_batch(collection, self._features, memory=memory // 2, at_most=most)
         self.size = -(-size // group) * group  # reads per batch
         self._format = RowFormat(settings.kind, self._assignments)

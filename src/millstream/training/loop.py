@@ -298,7 +298,7 @@ def predict(
     """
     group = task.group_size
     shares = group == 1 and not task.is_ragged and fabric.world_size > 1
-    at_most = max(at_once // group, 1) * group
+    at_most = max(at_once * net.passes // group, 1) * group
     loader = Loader(
         collection,
         batch_size=-(-fitting_batch(collection, features, memory=memory, at_most=at_most) // group) * group,

@@ -27,6 +27,7 @@ class Net(nn.Module):
 
     lr = 2e-3  # learning rate, unless the settings have one
     at_most = 64  # records per pass; fewer if they would not fit in the cache
+    passes = 1  # of a batch while scoring; `answer` of the task splits it
     most_records = 1 << 62  # the maximum over all epochs
     clips = True  # whether to clip its gradient norm
     loss_name: str  # of `loss` in the log

@@ -166,8 +166,10 @@ def _sentence(error: BaseException) -> str:
 class KindView(Protocol):
     """How a kind of record plugs into the explorer: the module `millstream.KIND.view`."""
 
-    def view_of(self, path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
-        """The page of the records at a path, with the scores of a run if it shows scores."""
+    def view_of(
+        self, path: Path, *, run: Path | None = None, tokenizer: str | None = None, mapping: Path | None = None
+    ) -> View:
+        """The page of the records at a path, with the scores of a run, or the names of classes in a mapping."""
         ...
 
     def records_of(self, run: Path) -> Path | None:
@@ -180,6 +182,7 @@ def views_of(
     *,
     run: Path | None = None,
     tokenizer: str | None = None,
+    mapping: Path | None = None,
     label: bool = False,
     notify: Callable[[str], None],
 ) -> list[View]:
@@ -188,7 +191,9 @@ def views_of(
         make = None if is_run(path) else getattr(_view_of_kind(kind_at(path)), "labelling_view_of", None)
         if make is None:
             raise BadSetting(f"--label: {path} has no answers to judge. Give a trace store")
-        return [make(path), *views_of(path, run=run, tokenizer=tokenizer, notify=notify)]
+        return [make(path), *views_of(path, run=run, tokenizer=tokenizer, mapping=mapping, notify=notify)]
+    if mapping is not None and (is_run(path) or _kind_of_output(path) is not None):
+        raise BadSetting(f"--mapping {mapping}: {path} has the names of its classes; use --mapping with reads")
     if is_run(path):
         path = local_run(path)
         if run is not None:
@@ -204,7 +209,7 @@ def views_of(
     found = local_run(run) if run is not None else None if is_url(path) else find_run(path)
     if found is not None and run is None:
         notify(f"showing the scores of {found}; for another run: --run FOLDER")
-    records = shown.view_of(path, run=found, tokenizer=tokenizer)
+    records = shown.view_of(path, run=found, tokenizer=tokenizer, mapping=mapping)
     return [records] if found is None else [records, run_view(found)]
 
 

@@ -172,15 +172,21 @@ def test_strands_are_averaged_as_probabilities():
     assert probabilities_of(Given(), batch)[0][0].tolist() == pytest.approx([0.55, 0.15, 0.3])
 
 
-def test_a_pair_has_the_mean_of_its_mates():
+def test_a_pair_is_of_the_class_that_both_mates_may_be_of():
     pairs = ReadPredictions({"genus": np.array([0, 0, 1])}, mates=2)
-    given = [[0.5, 0.1, 0.4], [0.1, 0.4, 0.5], [0.9, 0.1, 0.0], [0.1, 0.8, 0.1]]
+    given = [[0.5, 0.1, 0.4], [0.1, 0.4, 0.5], [0.8, 0.1, 0.1], [0.1, 0.8, 0.1]]
     answers = pairs(Given(), {"given": logits_of(given)})
     assert answers["class"].tolist() == [2, 0]
-    assert answers["probability"].tolist() == pytest.approx([0.45, 0.5])
-    assert answers["genus"].tolist() == [0, 0]
-    assert answers["genus_probability"].tolist() == pytest.approx([0.55, 0.95])
+    assert answers["probability"].tolist() == pytest.approx([0.2 / 0.29, 0.08 / 0.17])
+    assert answers["genus"].tolist() == [1, 0]
+    assert answers["genus_probability"].tolist() == pytest.approx([0.2 / 0.29, 0.16 / 0.17])
     assert ReadPredictions({})(Given(), {"given": logits_of(given)})["class"].tolist() == [0, 2, 0, 1]
+
+
+def test_a_mate_that_is_surely_of_no_class_makes_a_pair_less_certain():
+    given = logits_of([[0.6, 0.1, 0.1, 0.2], [0.1, 0.0, 0.0, 0.9], [0.6, 0.1, 0.1, 0.2], [0.6, 0.1, 0.1, 0.2]])
+    answers = ReadPredictions({}, mates=2)(Given(), {"given": given})
+    assert answers["class"].tolist() == [0, 0] and answers["probability"][0] < 0.3 and answers["probability"][1] > 0.8
 
 
 def test_the_probability_of_a_taxon_is_the_sum_over_its_classes():

@@ -372,3 +372,18 @@ def test_an_unknown_tokenizer_is_rejected_before_anything_is_shown(folder: Path)
     for wrong in ("kmer(0)", "nothing", "hf(/no/such/folder)"):
         with pytest.raises((BadSetting, BadSource)):
             view_of(folder, tokenizer=wrong)
+
+
+def test_classes_have_their_names_in_the_mapping(folder: Path, tmp_path: Path):
+    names = {10: "Escherichia coli", 12: "Salmonella enterica"}  # other classes of the reads are unknown
+    rows = [f"{class_id}\t{name}\t{name.split()[0]}\n" for class_id, name in names.items()]
+    (tmp_path / "species.tsv").write_text("class_id\tspecies\tgenus\n" + "".join(rows))
+    (view,) = views_of(folder, mapping=tmp_path / "species.tsv", notify=ignore_message)
+    shown = query(view, "classes", column="class_id", count=100)
+    found = {value: name for (value, _), name in zip(shown["rows"], shown["names"], strict=True)}
+    assert found == {class_id: names.get(class_id, "") for class_id in range(10, 17)}
+    assert [row[0] for row in query(view, "classes", column="class_id", search="salmo")["rows"]] == [12]
+    assert not any(query(view, "classes", column="group")["names"])
+    assert [column["name"] for column in query(view, "overview")["columns"]] == ["class_id", "group", "name"]
+    record = query(view, "record", number=0)
+    assert record["columns"]["species"] == "Escherichia coli" and record["columns"]["genus"] == "Escherichia"

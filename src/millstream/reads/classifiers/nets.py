@@ -66,6 +66,7 @@ class TokenNet(ReadNet):
     """Takes `input_ids` [B, T] and `attention_mask`; a read of blank tokens only is unclassified."""
 
     blank_ids: Sequence[int] = ()  # tokens of N, and special tokens
+    passes = 16  # of the reads of a batch while scoring, sorted by length
 
     def is_supported(self, batch: Batch, logits_BC: Tensor) -> Tensor:
         ids_BT, mask_BT = batch["input_ids"], batch["attention_mask"].bool()
@@ -87,15 +88,15 @@ class ReadPredictions:
     def __call__(self, net: Net, batch: Batch) -> dict[str, Tensor]:
         """The most probable class and its probability; and the same for the taxa of each rank, summed over classes.
 
-        All probabilities are 0 for a read that cannot be classified. Of a read pair, only mates that can be count.
+        All probabilities are 0 for a read that cannot be classified. Those of mates are multiplied: each sees another
+        part of the genome.
         """
-        found_BC, is_supported_B = probabilities(net, batch)
+        assert isinstance(net, ReadNet)
+        found_BC, is_supported_B = _with_none(net, batch)
         if self.mates > 1:
-            found_BMC = found_BC.reshape(-1, self.mates, found_BC.shape[1])
-            is_supported_BM = is_supported_B.reshape(-1, self.mates)
-            is_supported_B = is_supported_BM.any(dim=1)
-            weight_BM = (is_supported_BM | ~is_supported_B[:, None]).float()
-            found_BC = (found_BMC * weight_BM[:, :, None]).sum(dim=1) / weight_BM.sum(dim=1, keepdim=True)
+            pair_B = torch.arange(len(found_BC), device=found_BC.device) // self.mates
+            found_BC, is_supported_B = _vote(found_BC, is_supported_B, pair_B, len(found_BC) // self.mates)
+        found_BC = found_BC[:, : net.num_classes]
         probability_B, class_B = found_BC.max(dim=1)
         found = {CLASS: class_B.int(), PROBABILITY: probability_B * is_supported_B}
         if self.plausible:
@@ -120,36 +121,62 @@ class ReadPredictions:
         return class_BK, likely_BK
 
 
-def probabilities(net: Net, batch: Batch) -> tuple[Tensor, Tensor]:
-    """[B, C]: by mean log-probability, where reads are in windows. [B]: whether each read can be classified.
+def probabilities(net: ReadNet, batch: Batch) -> tuple[Tensor, Tensor]:
+    """[B, C]: the probability of each class. [B]: whether each read can be classified."""
+    found_BC, is_supported_B = _with_none(net, batch)
+    return found_BC[:, : net.num_classes], is_supported_B
 
-    Windows that cannot be classified do not vote. They go through the net some at a time: a read may have thousands.
+
+def _with_none(net: ReadNet, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same, with the probability of no class in the last column, if the net knows it.
+
+    Where reads are in windows, by the mean of their log-probabilities: they are not independent.
     """
-    assert isinstance(net, ReadNet)
+    found_VC, is_supported_V = _in_passes(net, batch)
     if WINDOWS not in batch:
-        return _of_rows(net, batch)
+        return found_VC, is_supported_V
     counts_B = batch[WINDOWS]
-    num_windows = int(counts_B.sum())
-    names = [name for name in batch if name.removeprefix(OTHER) in (*TOKENS, QUALITIES)]
-    some = records_at_once(net, batch, num_windows)
-    parts = [
-        _of_rows(net, {name: batch[name][first : first + some] for name in names})
-        for first in range(0, num_windows, some)
-    ]
-    found_VC, is_supported_V = (torch.cat(values) for values in zip(*parts, strict=True))
-    read_V = torch.repeat_interleave(counts_B)
-    num_votes_B = torch.zeros_like(counts_B).index_add(0, read_V, is_supported_V.to(counts_B.dtype))
+    return _vote(found_VC, is_supported_V, torch.repeat_interleave(counts_B), len(counts_B), is_mean=True)
+
+
+def _vote(
+    found_VC: Tensor, is_supported_V: Tensor, read_V: Tensor, num_reads: int, *, is_mean: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The product of the probabilities of all rows of a read, or their geometric mean.
+
+    Rows that cannot be classified do not vote.
+    """
+    num_votes_B = torch.zeros(num_reads, device=found_VC.device).index_add(0, read_V, is_supported_V.float())
     weight_V = (is_supported_V | (num_votes_B == 0)[read_V]).to(found_VC.dtype)
     votes_VC = found_VC.clamp(min=LEAST_VOTE).log() * weight_V[:, None]
-    sums_BC = found_VC.new_zeros(len(counts_B), found_VC.shape[1]).index_add(0, read_V, votes_VC)
-    mean_BC = sums_BC / found_VC.new_zeros(len(counts_B)).index_add(0, read_V, weight_V)[:, None]
-    return mean_BC.softmax(dim=1), num_votes_B > 0
+    sums_BC = found_VC.new_zeros(num_reads, found_VC.shape[1]).index_add(0, read_V, votes_VC)
+    if is_mean:
+        sums_BC = sums_BC / found_VC.new_zeros(num_reads).index_add(0, read_V, weight_V)[:, None]
+    return sums_BC.softmax(dim=1), num_votes_B > 0
+
+
+def _in_passes(net: ReadNet, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`_of_rows`, for tokens of rows of similar length at a time, so that little padding goes through the net."""
+    names = [name for name in batch if name.removeprefix(OTHER) in (*TOKENS, QUALITIES)]
+    if not names:
+        return _of_rows(net, batch)
+    lengths_B = torch.stack([batch[name].sum(dim=1) for name in names if name.endswith(TOKENS[1])]).amax(dim=0)
+    sorted_B, order_B = lengths_B.sort(stable=True)
+    some = records_at_once(net, batch, len(order_B))
+    parts: list[tuple[Tensor, Tensor]] = []
+    for first in range(0, len(order_B), some):
+        rows = order_B[first : first + some]
+        longest = int(sorted_B[first : first + some][-1])
+        parts.append(_of_rows(net, {name: batch[name][rows, :longest] for name in names}))
+    back_B = order_B.argsort()
+    found_BC, is_supported_B = (torch.cat(values)[back_B] for values in zip(*parts, strict=True))
+    return found_BC, is_supported_B
 
 
 def _of_rows(net: ReadNet, batch: Batch) -> tuple[Tensor, Tensor]:
     """[B, C]: the mean over both strands, where the batch has them. [B]: whether each row can be classified."""
     logits_BC = net.logits(batch)[0].float()
-    found_BC = logits_BC.softmax(dim=1)[:, : net.num_classes]
+    found_BC = logits_BC.softmax(dim=1)
     is_supported_B = net.is_supported(batch, logits_BC)
     other = {name.removeprefix(OTHER): value for name, value in batch.items() if name.startswith(OTHER)}
     if other:

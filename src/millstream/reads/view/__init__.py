@@ -14,6 +14,7 @@ from millstream.core.console import say
 from millstream.errors import BadSetting, BadSource, MillstreamError
 from millstream.reads.batch import ColumnValues
 from millstream.reads.features import COMPLEMENT
+from millstream.reads.mapping import Classes, load_classes, load_mapping
 from millstream.reads.open import expand, open_reads, watch_index
 from millstream.reads.reads import Reads
 from millstream.reads.tokenizers import HfTokenizer, Tokenizer, tokenizer
@@ -39,7 +40,7 @@ class Records:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self._columns = [name for name in reads.column_names if all(p.columns.is_indexed(name) for p in reads.parts)]
+        self._columns = reads.indexed_columns
         self._naming = Later(lambda: reads.find(""))  # builds a missing name table
 
     def page(self, first: int, count: int) -> list[dict[str, object]]:
@@ -243,15 +244,20 @@ def _named(spec: str) -> Tokenizer:
         raise BadSetting(str(error)) from None
 
 
-def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
+def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None, mapping: Path | None = None) -> View:
     """The page of the reads at a path: a file, a folder or a pattern. Missing indexes are built first.
+
+    Classes are shown with their names in the `mapping`.
 
     >>> view_of(Path("reads.fa.gz"), tokenizer="kmer(6)").answers["record"](Query({"number": "17"}))
     """
     if run is not None:
         raise BadSetting(f"--run {run}: {path} contains reads, which are shown without scores")
     given = None if tokenizer is None else given_tokenizer(tokenizer)
-    shown = _Reads(open_reads(expand(path), watch=watch_index, notify=say), given)
+    classes = None if mapping is None else load_classes(load_mapping(mapping))
+    table = None if classes is None else classes.mapping.table
+    reads = open_reads(expand(path), mapping=table, unknown="null", watch=watch_index, notify=say)
+    shown = _Reads(reads, given, classes)
     return View(
         "reads",
         "Reads",
@@ -273,8 +279,9 @@ def records_of(run: Path) -> None:
 
 
 class _Reads:
-    def __init__(self, reads: Reads, given: Tokenizer | None) -> None:
-        self._reads, self._given = reads, given
+    def __init__(self, reads: Reads, given: Tokenizer | None, classes: Classes | None = None) -> None:
+        self._reads, self._given, self._classes = reads, given, classes
+        self._columns = [name for name in reads.column_names if all(name in part.columns for part in reads.parts)]
         self._records = Records(reads)
         self._counts: dict[str, ValueCounts] = {}
         self._lock = threading.Lock()  # concurrent requests share one count
@@ -293,7 +300,7 @@ class _Reads:
             }
             for part in reads.parts[:_FILES]
         ]
-        columns = [{"name": name, "is_indexed": self._is_indexed(name)} for name in reads.column_names]
+        columns = [{"name": name, "is_indexed": self._is_indexed(name)} for name in self._columns]
         return {
             "num_files": len(reads.parts),
             "files": files,
@@ -322,15 +329,13 @@ class _Reads:
     def classes(self, query: Query) -> object:
         """The most common values of a column that contain `search`, starting at rank `first`."""
         column = query.text("column")
-        if column not in self._reads.column_names:
-            raise BadSetting(
-                f"column {column!r}: must be one of {', '.join(self._reads.column_names) or '(no columns)'}"
-            )
+        if column not in self._columns:
+            raise BadSetting(f"column {column!r}: must be one of {', '.join(self._columns) or '(no columns)'}")
         if not self._is_indexed(column):
             raise BadSetting(f"column {column!r} is only in the headers, not in the index: it is not counted")
         with self._lock:
             if column not in self._counts:
-                self._counts[column] = ValueCounts(self._reads, column)
+                self._counts[column] = ValueCounts(self._reads, column, names=self._names(column))
         most = min(query.number("count", 20), _MOST)
         return self._counts[column].summary(search=query.text("search"), first=query.number("first"), most=most)
 
@@ -366,6 +371,13 @@ class _Reads:
         if wanted == GIVEN:
             return self._given
         return typed_tokenizer(wanted) if wanted else None
+
+    def _names(self, column: str) -> dict[int | str, str]:
+        """The names of the classes, by the values of this column, if it has their ids."""
+        if self._classes is None or column != self._classes.mapping.key:
+            return {}
+        ids: list[int] = self._classes.mapping.ids.tolist()
+        return {value: taxon.name for value, taxon in zip(ids, self._classes.taxa, strict=True)}
 
     def _is_indexed(self, name: str) -> bool:
         return all(part.columns.is_indexed(name) for part in self._reads.parts)

@@ -4,7 +4,7 @@ Both are computed in a thread while pages request them. The sample has runs of c
 because compressed files are decoded block by block: a few positions cost a few blocks, however large the file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,10 @@ class Lengths:
 class ValueCounts:
     """The number of reads with each value of an indexed column."""
 
-    def __init__(self, reads: Reads, column: str, *, chunk_reads: int = CHUNK_READS) -> None:
+    def __init__(
+        self, reads: Reads, column: str, *, names: Mapping[int | str, str] | None = None, chunk_reads: int = CHUNK_READS
+    ) -> None:
+        self._names: Mapping[int | str, str] = names or {}  # of values
         self._numbers = np.empty((2, 0), np.int64)  # values and their counts
         self._texts: dict[Part, tuple[pa.Array, Numbers]] = {}  # of each file: values and their counts
         self._nulls = self._counted = 0
@@ -117,11 +120,15 @@ class ValueCounts:
     def summary(
         self, *, search: str = "", first: int = 0, most: int = 50, seconds: float | None = PATIENCE_S
     ) -> dict[str, object]:
-        """The most common values that contain `search`: `most` of them, starting at rank `first`."""
+        """The most common values that contain `search`, or whose names do: `most`, starting at rank `first`."""
         self._work.wait(seconds)
         ranked = self._rank()
         wanted = search.casefold()
-        found = [row for row in ranked if wanted in str(row[0]).casefold()] if search else ranked
+        names = self._names
+        found = ranked
+        if search:
+            found = [row for row in ranked if wanted in f"{row[0]} {names.get(row[0], '')}".casefold()]
+        rows = found[first : first + most]
         return {
             "counted": self._counted,
             "total": self._total,
@@ -131,7 +138,8 @@ class ValueCounts:
             "most_reads": ranked[0][1] if ranked else 0,
             "without": self._nulls,
             "first": first,
-            "rows": found[first : first + most],
+            "rows": rows,
+            "names": [names.get(value, "") for value, _ in rows],
         }
 
     def _rank(self) -> list[Ranked]:

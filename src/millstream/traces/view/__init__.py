@@ -255,8 +255,10 @@ def _check_same(file: Path, traces: Traces, records: NDArray[np.int64], ids: pa.
         raise other
 
 
-def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None) -> View:
+def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None, mapping: Path | None = None) -> View:
     """A list to search, filter, sort and page through; for each record its tokens, layers, attention and scores."""
+    if mapping is not None:
+        raise BadSetting(f"--mapping {mapping}: {path} contains traces, which have no classes")
     latest = _Latest(path, run, tokenizer)
     answers: dict[str, Answer] = {
         "about": lambda query: latest.refresh().about(query),

@@ -204,8 +204,8 @@ async function showClasses() {
       + (at("search").value.trim() ? `; ${count(found.found)} fit, of ${count(found.found_reads)} reads` : "")
       + (whole ? "" : `; ${compact(found.counted)} of ${compact(found.total)} reads counted so far`);
     const total = Math.max(found.counted, 1);
-    at("class-rows").replaceChildren(make("ul", { class: "shares", "aria-label": `Reads of each ${column}` }, ...found.rows.map(([value, reads]) =>
-      make("li", {}, make("span", {}, value), meter(reads / Math.max(found.most_reads, 1)), make("span", { class: "value" }, `${count(reads)} · ${percent(reads / total)}`)))));
+    at("class-rows").replaceChildren(make("ul", { class: "shares", "aria-label": `Reads of each ${column}` }, ...found.rows.map(([value, reads], place) =>
+      make("li", {}, make("span", { title: found.names[place] }, found.names[place] ? `${value} ${found.names[place]}` : value), meter(reads / Math.max(found.most_reads, 1)), make("span", { class: "value" }, `${count(reads)} · ${percent(reads / total)}`)))));
     at("class-pager").hidden = found.found <= CLASSES;
     at("class-left").disabled = classFirst === 0;
     at("class-right").disabled = classFirst + CLASSES >= found.found;
