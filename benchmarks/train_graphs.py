@@ -21,7 +21,7 @@ from measuring import Result, clock
 from millstream.core.batches import ColumnBatch
 from millstream.core.features import to_torch
 from millstream.core.memory import Pool
-from millstream.traces.detectors.gnn import GraphLSTM, in_log, scatter
+from millstream.traces.detectors.gnn import GraphLSTM, in_log, scatter_mean
 from millstream.traces.detectors.net import LIMIT, Scale, match_width
 from millstream.traces.graphs import GraphFeature
 from millstream.traces.kind import TrainSettings
@@ -173,7 +173,7 @@ def forward_each(net: GraphLSTM, by_layer: Sequence[Batch]) -> torch.Tensor:
         edges_EA = torch.cat([scaled(net.edge_attr, graph.edge_attr, layer), in_log(target - source)], dim=1)
         nodes_NW = net.encoder(x_ND, graph.edge_index, edges_EA)
         last_BW = torch.stack([nodes_NW[graph.batch == number][-1] for number in range(graph.num_graphs)])
-        mean_BW = scatter(nodes_NW, graph.batch, dim=0, dim_size=graph.num_graphs, reduce="mean")
+        mean_BW = scatter_mean(nodes_NW, graph.batch, graph.num_graphs)
         read.append(torch.cat([last_BW, mean_BW], dim=1))
     return net.reader(torch.stack(read, dim=1), None)
 

@@ -4,7 +4,8 @@
 
 Each row is one HTTP request of a page to a server in its own process: the first after the files were dropped from the
 page cache (cold), and the median of ten more with other numbers (warm). There is no peer for such stores; the goal is
-that every view opens in under a second.
+that every view opens in under a second. Scores after each layer need torch: they are timed for the first trace that is
+opened, a second after the list was shown. Results: benchmarks/results/view.json.
 """
 
 import json
@@ -16,19 +17,21 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 import millstream as ms
-from measuring import drop_cache
+from measuring import Result, drop_cache, save
 from millstream.core.tables import publish_table
 from millstream.reads.kind import HEADERS
 from millstream.traces.llm.fields import parse_fields
 
 LAYERS, TOKENS, DIM, STEPS, TOP = 12, 46, 64, 12, 20
+READING_S = 1.0  # somebody looks at the list before opening a trace
 
 
 def main() -> None:
@@ -40,12 +43,13 @@ def main() -> None:
         store, reads = folder / "traces", folder / "reads.fa"
         if not store.exists():
             make_store(store, num_traces)
-            make_run(folder / "run", store, num_traces)
+            make_store(folder / "few", 400)
+            make_run(folder / "run", store, num_traces, trained_on=folder / "few")
         if not reads.exists():
             make_reads(reads, size)
             ms.open(reads, header_regex=HEADERS)
-        show_traces(store, num_traces)
-        show_reads(reads)
+        found = show_traces(store, num_traces) | {"reads": show_reads(reads)}
+        print(f"\n{save('view', found)}")
     finally:
         if "folder" not in given:
             shutil.rmtree(folder)
@@ -78,6 +82,8 @@ def make_store(path: Path, num_traces: int) -> None:
                     "topk_logprobs": -np.sort(rng.exponential(2, (STEPS, TOP)).astype(np.float32)),
                     "nodes": nodes[number % 64],
                     "states": nodes[number % 64][:, :4],
+                    "offsets": None,
+                    "given_logprobs": None,
                     "edge_source": np.broadcast_to(source, (LAYERS, TOKENS, 8)),
                     "edge_weight": nodes[number % 64, :LAYERS, :, :8].__abs__(),
                     "edge_rest": nodes[number % 64, :LAYERS, :, 8],
@@ -88,10 +94,10 @@ def make_store(path: Path, num_traces: int) -> None:
     publish_table(path / "labels.parquet", pa.table({"question_id": ids, "verdict": verdicts}))
 
 
-def make_run(run: Path, store: Path, num_traces: int) -> None:
-    """Scores of twenty detectors on 30 % of the records, as `millstream train` stores them."""
+def make_run(run: Path, store: Path, num_traces: int, *, trained_on: Path) -> None:
+    """Two trained nets, and scores of twenty detectors on 30 % of the records, as `millstream train` stores them."""
     rng = np.random.default_rng(1)
-    run.mkdir()
+    ms.train(data=str(trained_on), out=str(run), model="lstm,gnn", seeds=1, epochs=1, memory="500MB")
     records = np.sort(rng.permutation(num_traces)[: num_traces * 3 // 10])
     tables = [
         pa.table(
@@ -108,8 +114,8 @@ def make_run(run: Path, store: Path, num_traces: int) -> None:
         for place in range(20)
     ]
     publish_table(run / "predictions.parquet", pa.concat_tables(tables))
-    (run / "config.yaml").write_text("{}\n")
-    (run / "data.json").write_text(json.dumps({"store": str(store.resolve())}))
+    card = json.loads((run / "data.json").read_text())
+    (run / "data.json").write_text(json.dumps({**card, "store": str(store.resolve())}))
     lines = [{"kind": "memory", "time_s": second, "bytes": 5e8, "budget": 1e9} for second in range(86_400)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -126,7 +132,7 @@ def make_reads(path: Path, size: int) -> None:
             file.write(block)
 
 
-def show_traces(store: Path, num_traces: int) -> None:
+def show_traces(store: Path, num_traces: int) -> Result:
     rng = np.random.default_rng(3)
 
     def any_trace() -> int:
@@ -148,13 +154,21 @@ def show_traces(store: Path, num_traces: int) -> None:
     }
     size = sum(file.stat().st_size for file in store.iterdir())
     print(f"\n{store.name}: {num_traces} traces, {size / 1e9:.1f} GB")
-    measure([store, store.parent / "run"], store, requests)
     run = store.parent / "run"
+    found: Result = {"traces": measure([store, run], store, requests)}
+    with serving(store) as address:
+        for request in ("the page", "summary of the store", "first page of the list"):
+            _time(address, *requests[request]())
+        time.sleep(READING_S)
+        trace = {"number": any_trace()}
+        opened, scored = (_time(address, f"traces/api/{name}", trace) for name in ("trace", "evolution"))
+    print(f"{'scores after each layer':28} {opened + scored:9.0f}")
     print(f"\n{run.name}: {(run / 'metrics.jsonl').stat().st_size / 1e6:.1f} MB of metrics.jsonl, one day")
-    measure([run], run, {"the page": lambda: ("run/", {}), "the whole log": lambda: ("run/api/state", {})})
+    pages = {"the page": lambda: ("run/", {}), "the whole log": lambda: ("run/api/state", {})}
+    return found | {"scores after each layer": opened + scored, "run": measure([run], run, pages)}
 
 
-def show_reads(file: Path) -> None:
+def show_reads(file: Path) -> Result:
     reads = ms.open(file)
     rng = np.random.default_rng(4)
     print(f"\n{file.name}: {len(reads)} reads, {file.stat().st_size / 1e9:.1f} GB")
@@ -167,24 +181,35 @@ def show_reads(file: Path) -> None:
         "a page in the middle": lambda: ("reads/api/list", {"first": int(rng.integers(0, len(reads)))}),
         "a read by number": lambda: ("reads/api/record", {"number": int(rng.integers(0, len(reads)))}),
     }
-    measure([file.parent], file, requests)
+    return measure([file.parent], file, requests)
 
 
-def measure(cold: list[Path], path: Path, requests: dict[str, Callable[[], tuple[str, dict[str, object]]]]) -> None:
+def measure(cold: list[Path], path: Path, requests: dict[str, Callable[[], tuple[str, dict[str, object]]]]) -> Result:
+    """Milliseconds of each request, cold and warm."""
     for place in cold:
         drop_cache(place)
+    found: Result = {}
     started = time.perf_counter()
+    with serving(path) as address:
+        print(f"{'':28} {'cold, ms':>9} {'warm, ms':>9}")
+        for name, make in requests.items():
+            first = _time(address, *make())
+            found[name] = first, statistics.median(_time(address, *make()) for _ in range(10))
+            print(f"{name:28} {first:9.0f} {found[name][1]:9.0f}")
+            if name == "the page":
+                found["from command to page"] = 1000 * (time.perf_counter() - started)
+                print(f"{'from command to page':28} {found['from command to page']:9.0f}")
+    return found
+
+
+@contextmanager
+def serving(path: Path) -> Generator[str]:
+    """The address of the explorer in its own process."""
     command = [sys.executable, "-m", "millstream", "view", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr
         line = next(line for line in server.stderr if "http://" in line)
-        address = next(word for word in line.split() if word.startswith("http://"))
-        print(f"{'':28} {'cold, ms':>9} {'warm, ms':>9}")
-        for name, make in requests.items():
-            first = _time(address, *make())
-            print(f"{name:28} {first:9.0f} {statistics.median(_time(address, *make()) for _ in range(10)):9.0f}")
-            if name == "the page":
-                print(f"{'from command to page':28} {1000 * (time.perf_counter() - started):9.0f}")
+        yield next(word for word in line.split() if word.startswith("http://"))
         server.terminate()
 
 

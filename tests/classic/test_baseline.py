@@ -14,7 +14,6 @@ import pytest
 import torch
 
 pytest.importorskip("lightning_fabric")
-pytest.importorskip("torch_geometric")
 
 import millstream as ms
 from millstream.classic.baseline import METRICS, main

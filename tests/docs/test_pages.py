@@ -47,7 +47,7 @@ from support.docs_world import copy_world
 from support.model_server import ModelServer
 from support.s3_server import make_bucket, s3_environment
 
-for _extra in ("transformers", "lightning_fabric", "torch_geometric", "matplotlib", "numba"):
+for _extra in ("transformers", "lightning_fabric", "matplotlib", "numba"):
     pytest.importorskip(_extra, reason=f"pages use all extras, and {_extra} is not installed")
 
 # Page and reason of every block that is not run: adding one is a decision.

@@ -40,7 +40,6 @@ _IMPORTS = (
     "obstore.store",
     "rich.progress",
     "safetensors.torch",
-    "torch_geometric.nn",
     "millstream.reads.study",
     "millstream.traces.study",
     "millstream.traces.detectors.gnn",

@@ -6,7 +6,7 @@ import pytest
 
 from support.extras import need
 
-need("lightning_fabric", "torch_geometric")
+need("lightning_fabric")
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,6 @@ _PACKAGES = (
     "pyarrow",
     "scikit-learn",
     "lightning-fabric",
-    "torch_geometric",
     "transformers",
 )
 

@@ -15,16 +15,6 @@ from torch import Tensor
 import millstream as ms
 from millstream.core.batches import ColumnBatch, fetch_batch
 from millstream.traces.detectors import DetectorSpec, Recipe, build_net, net_features
-from millstream.traces.detectors.layer_nets import SpacedModel
-from millstream.traces.detectors.net import DetectorNet
-from millstream.traces.kind import TrainSettings
-from millstream.training.devices import ScoringDevice
-from millstream.training.study import Workplace
-from millstream.training.task import FitResources
-from support.making_traces import labelled, make_traces
-
-pytest.importorskip("torch_geometric")
-
 from millstream.traces.detectors.gnn import (
     ACTIVE,
     LOGVAR_LIMIT,
@@ -34,7 +24,15 @@ from millstream.traces.detectors.gnn import (
     HeadMessages,
     Messages,
     pool_layers,
+    scatter_mean,
 )
+from millstream.traces.detectors.layer_nets import SpacedModel
+from millstream.traces.detectors.net import DetectorNet
+from millstream.traces.kind import TrainSettings
+from millstream.training.devices import ScoringDevice
+from millstream.training.study import Workplace
+from millstream.training.task import FitResources
+from support.making_traces import labelled, make_traces
 
 RECIPE = Recipe(parameters=2000, dropout=0.0)
 NUM, LAYERS = 12, 3
@@ -396,3 +394,12 @@ def test_active_units_are_those_that_vary_between_nodes(vae: GraphVAE, graphs: B
     found = float(vae.measures(graphs)["active_units"])
     assert found == np.count_nonzero(mu.numpy().var(axis=0, ddof=1) > ACTIVE) > 0
     assert float(with_posterior(vae, 1.0, 0.0).measures(graphs)["active_units"]) == 0
+
+
+def test_a_scattered_mean_is_that_of_the_rows_of_each_place_and_zero_without_any():
+    rows = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    places = torch.tensor([4, 0, 4, 2, 0, 4, 2])
+    found = scatter_mean(rows, places, 6)
+    for place in range(6):
+        expected = rows[places == place].mean(0) if (places == place).any() else torch.zeros(3)
+        torch.testing.assert_close(found[place], expected)

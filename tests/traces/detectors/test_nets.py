@@ -1,10 +1,8 @@
 """What every trained detector promises: a record's score is its own, all of a net learns, inputs come scaled."""
 
-import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,10 +21,7 @@ from millstream.training.task import Moments, count_parameters
 from support.effort import num_examples
 from support.making_traces import labelled, make_traces
 
-if find_spec("torch_geometric"):
-    with warnings.catch_warnings(action="ignore"):  # of torch, about what torch_geometric does when it is imported
-        import millstream.traces.detectors.gnn
-FAMILIES = ["lstm", *(("gnn", "gvae", "charm") if find_spec("torch_geometric") else ())]
+FAMILIES = ["lstm", "gnn", "gvae", "charm"]
 NAMES = [name for name in NETS if NETS[name].family in FAMILIES]
 RECIPE = Recipe(parameters=2000, dropout=0.0)
 NUM, LAYERS = 40, 3
@@ -206,7 +201,6 @@ def test_an_own_detector_that_does_not_return_one_score_per_record_is_named(scor
 def family_of(name: str) -> Any:
     if name == "lstm":
         return LayerLSTM
-    pytest.importorskip("torch_geometric")
     from millstream.traces.detectors.gnn import GraphLSTM, GraphVAE
 
     return {"gnn": GraphLSTM, "gvae": GraphVAE}[name]

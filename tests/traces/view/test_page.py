@@ -155,7 +155,6 @@ def test_stored_edges_are_shown_as_arcs(probe: Path):
 
 def test_the_score_after_the_last_layer_is_the_final_score(probe: Path, tmp_path: Path):
     pytest.importorskip("lightning_fabric")
-    pytest.importorskip("torch_geometric")
     ms.train(
         data=str(probe), out=str(tmp_path / "run"), model="lstm,gnn,gvae,length", seeds=2, epochs=1, parameters=2000,
         memory="100MB",

@@ -209,8 +209,6 @@ class DetectorSpec:
     @property
     def library(self) -> str | None:
         """A large library that only this detector imports."""
-        if self.name in NETS and NETS[self.name].family in ("gnn", "gvae", "charm"):
-            return "torch_geometric.nn"
         return "sklearn.decomposition" if self.name == "lapeigvals" else None
 
     def build(self, *, resources: FitResources, place: Workplace, folder: Path | None = None) -> Built:

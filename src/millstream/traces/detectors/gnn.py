@@ -1,38 +1,16 @@
 """Detectors over token graphs: `gnn`, its variational version `gvae`, and `charm` (one graph, all heads on its edges).
 
-torch_geometric has no types: its names are imported and typed here, with the install command if it is missing.
+Plain torch: importing torch_geometric takes four times as long as torch itself, and it would only compute a mean.
 """
 
 import math
-import warnings
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from millstream.errors import MissingExtra
 from millstream.traces.detectors.net import DetectorNet, Reader, Scale
 from millstream.training.task import Batch, Moments
-
-try:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it still uses torch.jit
-        from torch_geometric.nn import MessagePassing as _MessagePassing  # pyright: ignore
-        from torch_geometric.utils import scatter as _scatter  # pyright: ignore
-except ImportError as error:
-    raise MissingExtra(f"graphs need torch_geometric ({error}): pip install 'millstream[graph]'") from None
-
-
-if TYPE_CHECKING:
-
-    class MessagePassing(nn.Module):
-        def __init__(self, *, aggr: str) -> None: ...
-        def propagate(self, edge_index: Tensor, **inputs: Tensor) -> Tensor: ...
-else:
-    MessagePassing = _MessagePassing
-
-scatter: Any = _scatter
 
 # B batch, L layers, D node features, N nodes, M masked nodes, E edges, G graphs = B * L, W width, Z latent
 # A attention values of an edge
@@ -56,7 +34,7 @@ class Messages(nn.Module):
     def forward(self, nodes_NW: Tensor, edge_index_2E: Tensor, edges_EA: Tensor) -> Tensor:
         source, target = edge_index_2E
         heard = [
-            scatter((nodes_NW.index_select(0, sender) + of_edge(edges_EA)).relu(), hearer, 0, len(nodes_NW), "mean")
+            scatter_mean((nodes_NW.index_select(0, sender) + of_edge(edges_EA)).relu(), hearer, len(nodes_NW))
             for sender, hearer, of_edge in ((source, target, self.forth), (target, source, self.back))
         ]
         return self.update(torch.cat([nodes_NW, *heard], dim=1))
@@ -124,6 +102,13 @@ class GraphLSTM(DetectorNet):
         return self.reader(self.sequence(batch), self.scaled_stats(batch)), {}
 
 
+def scatter_mean(rows_MW: Tensor, place_M: Tensor, size: int) -> Tensor:
+    """[size, W]: the mean of the rows with each place; zeros without any."""
+    sums = rows_MW.new_zeros(size, rows_MW.shape[1]).scatter_add_(0, place_M[:, None].expand_as(rows_MW), rows_MW)
+    counts = rows_MW.new_zeros(size).scatter_add_(0, place_M, rows_MW.new_ones(len(place_M)))
+    return sums / counts.clamp_(min=1)[:, None]
+
+
 def in_log(distance: Tensor) -> Tensor:
     """A feature [.., 1] of distances in tokens, 1 for 19 of them."""
     return distance[:, None].abs().float().log1p() / 3
@@ -134,7 +119,7 @@ def pool_layers(nodes_NW: Tensor, batch: Batch, num_layers: int) -> Tensor:
     num_graphs = len(batch["last"])
     answer = batch.get("answer")
     rows, graph = (nodes_NW, batch["batch"]) if answer is None else (nodes_NW[answer], batch["batch"][answer])
-    mean_GW = scatter(rows, graph, dim=0, dim_size=num_graphs, reduce="mean")
+    mean_GW = scatter_mean(rows, graph, num_graphs)
     return torch.cat([nodes_NW[batch["last"]], mean_GW], dim=1).reshape(num_graphs // num_layers, num_layers, -1)
 
 
@@ -224,20 +209,19 @@ class GraphVAE(GraphLSTM):
         return (functional.softplus(-edge_E).mean() + functional.softplus(drawn_E).mean()) / 2
 
 
-class HeadMessages(MessagePassing):
+class HeadMessages(nn.Module):
     """Each node receives the mean message over its edges; a message depends on the source node and the edge."""
 
     def __init__(self, width: int, edge_dim: int) -> None:
-        super().__init__(aggr="mean")
+        super().__init__()
         self.say = nn.Sequential(nn.Linear(width + edge_dim, width), nn.GELU())
         self.hear = nn.Linear(2 * width, width)
 
     def forward(self, nodes_NW: Tensor, edge_index_2E: Tensor, edge_attr_EA: Tensor) -> Tensor:
-        messages_NW = self.propagate(edge_index_2E, x=nodes_NW, edge_attr=edge_attr_EA)
+        source, target = edge_index_2E
+        said_EW = self.say(torch.cat([nodes_NW.index_select(0, source), edge_attr_EA], dim=1))
+        messages_NW = scatter_mean(said_EW, target, len(nodes_NW))
         return nodes_NW + self.hear(torch.cat([nodes_NW, messages_NW], dim=1)).relu()
-
-    def message(self, x_j: Tensor, edge_attr: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.say(torch.cat([x_j, edge_attr], dim=1))
 
 
 class HeadGraph(DetectorNet):
@@ -256,11 +240,11 @@ class HeadGraph(DetectorNet):
         moments["edge_attr"].add(batch["edge_attr"])
 
     def logits(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        nodes_NW = cast(Tensor, self.project(self.x(batch["x"])))
+        nodes_NW: Tensor = self.project(self.x(batch["x"]))
         edges_EA = self.edge_attr(batch["edge_attr"])
         for round in self.rounds:
             nodes_NW = round(nodes_NW, batch["edge_index"], edges_EA)
         answer = batch["answer"]
         num_records = len(batch["ptr"]) - 1
-        mean_BW = scatter(nodes_NW[answer], batch["batch"][answer], dim=0, dim_size=num_records, reduce="mean")
+        mean_BW = scatter_mean(nodes_NW[answer], batch["batch"][answer], num_records)
         return self.head(mean_BW)[:, 0], {}

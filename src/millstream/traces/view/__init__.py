@@ -37,7 +37,6 @@ Floats = NDArray[np.float64]
 QUESTION, REFERENCE = "question", "answer"
 PAGE_ROWS = 50
 MAX_PAGE_ROWS = 500
-NETS_AFTER_S = 1.0  # after the first list: importing torch slows everything down
 FIRST = ("lstm", "gnn", "gvae")  # detectors to list first
 _MAX_CHARACTERS, _MAX_REFERENCES = 400, 6  # per row
 
@@ -368,7 +367,7 @@ class _Shown:
         pages = max(1, -(-len(numbers) // size))
         page = min(query.number("page"), pages - 1)
         wanted = numbers[page * size : (page + 1) * size].tolist()
-        self._nets.start(NETS_AFTER_S)
+        self._nets.start()  # imports torch, which takes seconds, while somebody looks at the list
         rows = rows_of(self._traces, wanted)
         human = self._human.by_number()
         for row in rows:
