@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 import millstream as ms
 from millstream.core.collection import Medium
 from millstream.core.loader import REMOTE_THREADS, plan_threads
+from millstream.core.prefetch import SHARED_BYTES, share, shared_by
 from millstream.errors import CorruptRecord, OverBudget
 from support.effort import num_examples
 from support.loading import (
@@ -431,3 +433,30 @@ def test_remote_batches_get_more_threads_than_cores_only_if_connections_would_be
     assert plan_threads(None, batch_bytes=1, budget=1 << 30, requests=1000)[0] == at_home
     assert plan_threads(None, batch_bytes=1, budget=1 << 30, requests=1)[0] == max(at_home, REMOTE_THREADS)
     assert plan_threads(None, batch_bytes=100, budget=300, requests=1)[0] <= 2, "memory for three batches"
+
+
+def test_threads_that_share_a_batch_do_all_of_it_once_and_raise_their_errors():
+    done: list[int] = []
+    with shared_by(3):
+        share(done.extend, range(10), sizes=[SHARED_BYTES] * 10)
+    assert sorted(done) == list(range(10))
+
+    def read_some(numbers: Sequence[int]) -> None:
+        if 9 in numbers:
+            raise CorruptRecord("record 9")
+
+    with shared_by(3), pytest.raises(CorruptRecord, match="record 9"):
+        share(read_some, range(10), sizes=[SHARED_BYTES] * 10)
+
+
+def test_a_large_batch_that_two_threads_read_together_is_the_same(tmp_path: Path):
+    with ms.TraceWriter(tmp_path / "large", shard_records=5) as writer:
+        for number in range(16):
+            writer.append({"hidden": np.full((2, 300 + number, 1000), number, np.float16)})
+    traces = ms.open(tmp_path / "large")
+    loaders = [ms.Loader(traces, batch_size=8, seed=3, threads=threads) for threads in (None, 0)]
+    for shared, alone in zip(*loaders, strict=True):
+        assert shared["numbers"].tolist() == alone["numbers"].tolist()
+        assert torch.equal(shared["hidden"], alone["hidden"]) and torch.equal(
+            shared["hidden_mask"], alone["hidden_mask"]
+        )

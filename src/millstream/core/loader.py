@@ -18,7 +18,7 @@ from millstream.core.engine import available_cores
 from millstream.core.features import Feature, FeaturePipeline
 from millstream.core.memory import Heap, PageLimit, Pool, available_bytes
 from millstream.core.order import Layout, LengthBuckets, Mode, Order, Positions, Tail, find_ranks
-from millstream.core.prefetch import Prefetch, check_budget
+from millstream.core.prefetch import Prefetch, check_budget, shared_by
 from millstream.core.remote import requests_at_once
 from millstream.errors import OverBudget, StateMismatch
 
@@ -26,6 +26,7 @@ OrderName = Literal["auto", "exact", "window", "none"]
 BLOCK_BYTES = 256 << 10  # neighbouring records read together in `window` order
 LARGE_RECORD_BYTES = 256 << 10  # a disk reads such records at full speed in any order
 MAX_THREADS = 8
+SHARERS, LARGE_BATCH_BYTES = 2, 8 << 20  # threads that read a large batch together, instead of one batch each
 ARRIVING = 8  # of the memory, the part for bodies on their way: with all connections, 100 MB became 160 MB
 TRIM_BYTES = 4 << 20  # of growth, at least, before freed memory is returned to the system
 BLOCKS = 8  # compressed blocks in memory at a time: with fewer, a loader took more than its memory
@@ -110,7 +111,7 @@ class Loader:
         """What was chosen and why, in one line."""
         layout, plan = self._layout, self._plan
         batch_bytes = self._batch_bytes()
-        threads, why = self._plan_threads(batch_bytes)
+        threads, why, _ = self._plan_threads(batch_bytes)
         window = f" of {plan.block * plan.window} records" if plan.mode == "window" else ""
         if plan.buckets.is_used:
             window += f", dealt out by length within {plan.buckets.span} records"
@@ -156,7 +157,7 @@ class Loader:
             buckets=self._plan.buckets,
             lengths=lambda numbers: self._pipeline.sizes(*collection.resolved(numbers)),
         )
-        threads, _ = self._plan_threads(self._batch_bytes())
+        threads, _, sharers = self._plan_threads(self._batch_bytes())
         heap = Heap(max(self._memory // 8, TRIM_BYTES))
         arriving = max(1, self._memory // (ARRIVING * PART_BYTES * max(threads, 1)))
         if layout.rank == 0 and (self._threads is None or self._wanted == "auto"):
@@ -174,7 +175,7 @@ class Loader:
             records = records_of.pop(step)
             numbers.read_ahead(step, collection)
             try:
-                with self._pool.use(), requests_at_once(arriving):
+                with self._pool.use(), requests_at_once(arriving), shared_by(sharers):
                     batch, num_bytes = self._pipeline.make(*records, epoch)
                 self._pages.enforce()
                 heap.trim_malloc()
@@ -189,7 +190,7 @@ class Loader:
             return (_pin(batch) if self._pins else batch), num_bytes
 
         self._samples = start
-        prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=max(threads, 2), budget=self._budget)
+        prefetch = Prefetch(make, cost, steps=steps, threads=threads, ahead=max(threads, 1), budget=self._budget)
         items = prefetch.items()
         try:
             for step in range(1, steps + 1):
@@ -202,10 +203,15 @@ class Loader:
             numbers.close()
         self._epoch, self._start, self._samples = epoch + 1, 0, 0
 
-    def _plan_threads(self, batch_bytes: int) -> tuple[int, str]:
-        size = self._layout.batch_size
-        requests = size * -(-batch_bytes // (size * PART_BYTES)) if self._collection.medium.is_remote else None
-        return plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget, requests=requests)
+    def _plan_threads(self, batch_bytes: int) -> tuple[int, str, int]:
+        """The number of threads, why, and how many of them read each batch: half as many batches take memory."""
+        size, is_remote = self._layout.batch_size, self._collection.medium.is_remote
+        requests = size * -(-batch_bytes // (size * PART_BYTES)) if is_remote else None
+        threads, why = plan_threads(self._threads, batch_bytes=batch_bytes, budget=self._budget, requests=requests)
+        is_shared = self._threads is None and not is_remote and batch_bytes >= LARGE_BATCH_BYTES
+        if not is_shared or available_cores() < SHARERS:
+            return threads, why, 1
+        return max(threads // SHARERS, 1), f"{why}, {SHARERS} for each batch", SHARERS
 
     def _batch_bytes(self) -> int:
         """Approximate bytes of a batch, from the mean record."""

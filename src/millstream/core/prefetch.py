@@ -2,7 +2,10 @@
 
 import atexit
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -10,6 +13,7 @@ from millstream.core.console import format_bytes
 from millstream.errors import OverBudget
 
 T = TypeVar("T")
+SHARED_BYTES = 4 << 20  # of work: to start a thread takes as long as reading half a megabyte
 
 
 class Prefetch(Generic[T]):
@@ -17,7 +21,7 @@ class Prefetch(Generic[T]):
 
     `cost(step)` returns the bytes an item needs while it is made; `make(step)` returns the item and its final bytes.
     Items in progress, waiting items and the consumer's latest item take at most `budget` bytes together; at most
-    `ahead` items are started ahead of the consumer. An error is raised in place of its item. Once the first item is
+    `ahead` items are in progress or waiting. An error is raised in place of its item. Once the first item is
     made, `cost` is an estimate: an item that seems larger than the budget is then made alone, not refused.
 
     >>> for item in Prefetch(make, cost, steps=100, threads=2, ahead=4, budget=10**9).items(): ...
@@ -38,7 +42,7 @@ class Prefetch(Generic[T]):
         self._turn = threading.Lock()  # held by the thread that starts the next item
         self._changed = threading.Condition()
         self._begun = 0
-        self._current = 0  # the item the consumer waits for or has
+        self._taken = -1  # the item the consumer has
         self._first_is_made = False
         self._held: dict[int, int] = {}  # bytes by item
         self._made: dict[int, tuple[T | None, BaseException | None]] = {}
@@ -85,12 +89,12 @@ class Prefetch(Generic[T]):
 
     def _next(self, step: int) -> T:
         with self._changed:
-            self._current = step
-            self._held.pop(step - 1, None)  # the consumer is done with the previous item
-            self._changed.notify_all()
             while step not in self._made:
                 self._changed.wait()
             item, error = self._made.pop(step)
+            self._taken = step
+            self._held.pop(step - 1, None)  # the consumer drops the previous item for this one
+            self._changed.notify_all()
         if error is not None:
             raise error
         return item  # pyright: ignore[reportReturnType]
@@ -129,10 +133,10 @@ class Prefetch(Generic[T]):
         return step
 
     def _has_room(self, step: int, need: int) -> bool:
-        if step >= self._current + self._ahead:
+        if step > self._taken + self._ahead:
             return False
         held = sum(self._held.values())
-        return held + need <= self._budget or not held or self._held.keys() == {self._current}
+        return held + need <= self._budget or not held or self._held.keys() == {self._taken}
 
     def _finish(self, step: int) -> None:
         try:
@@ -148,6 +152,37 @@ class Prefetch(Generic[T]):
                 self._held[step] = num_bytes
             self._first_is_made = True
             self._changed.notify_all()
+
+
+_sharers = ContextVar("sharers", default=1)
+
+
+@contextmanager
+def shared_by(threads: int) -> Generator[None]:
+    """Let `share` in this thread use so many threads."""
+    token = _sharers.set(threads)
+    try:
+        yield
+    finally:
+        _sharers.reset(token)
+
+
+def share(work: Callable[[Sequence[T]], None], items: Sequence[T], *, sizes: Sequence[int]) -> None:
+    """Do `work` on all items: each thread gets neighbours, of about as many bytes. Small work is not shared."""
+    total, count = sum(sizes), _sharers.get()
+    if count < 2 or total < SHARED_BYTES:
+        work(items)
+        return
+    parts: list[list[T]] = [[] for _ in range(count)]
+    done = 0
+    for item, size in zip(items, sizes, strict=True):
+        parts[min(done * count // total, count - 1)].append(item)
+        done += size
+    with ThreadPoolExecutor(count - 1) as threads:
+        others = [threads.submit(work, part) for part in parts[1:]]
+        work(parts[0])
+        for other in others:
+            other.result()
 
 
 def check_budget(need: int, budget: int) -> None:

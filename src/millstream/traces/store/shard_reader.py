@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from millstream.core.console import plural, quoted
 from millstream.core.memory import Map
+from millstream.core.prefetch import share
 from millstream.core.record import Array, Bytes, Schema, Tensor, crc32c, from_bytes
 from millstream.errors import CorruptRecord, CorruptShard
 from millstream.traces.store.format import id_field, is_frame_intact
@@ -130,9 +131,7 @@ class ShardReader:
     @staticmethod
     def copy_all(wanted: "Sequence[tuple[ShardReader, Plan, Bytes]]") -> None:
         """Copy the raw bytes of many plans, verified. No file is mapped or stays in memory."""
-        with RangeReader([(shard, plan) for shard, plan, _ in wanted]) as reader:
-            for shard, plan, out in wanted:
-                shard.copy(plan, out, reader)
+        share(_copy_some, wanted, sizes=[out.size for _, _, out in wanted])
 
     def _copy_spans(self, plan: Plan, out: Bytes, reader: "RangeReader | None") -> None:
         if len(plan.spans) == 1 and reader is not None and not self._is_compressed:  # most often, and many per batch
@@ -148,15 +147,13 @@ class ShardReader:
                 stored = self._stored(plan, [span]) if reader is None else self._read(plan, span, reader)
                 decompress(stored, part, plan.kind.itemsize, self.sidecar.compression)
             return
-        if reader is None:
-            for part, (offset, size, _) in zip(parts, plan.spans, strict=True):
-                self._check_end(plan.row, f"field {plan.name!r}", offset + size)
-                part[:] = self._map.view[offset : offset + size]
-        else:
-            runs = [(plan.spans[0][0], out)] if _are_contiguous(plan.spans) else []
-            for offset, part in runs or [(span[0], part) for span, part in zip(plan.spans, parts, strict=True)]:
-                if not reader.read(self, offset, part):
-                    self._check_end(plan.row, f"field {plan.name!r}", offset + part.size)
+        runs = [(plan.spans[0][0], out)] if _are_contiguous(plan.spans) else []
+        for offset, part in runs or [(span[0], part) for span, part in zip(plan.spans, parts, strict=True)]:
+            if reader is None:
+                self._check_end(plan.row, f"field {plan.name!r}", offset + part.size)
+                part[:] = self._map.view[offset : offset + part.size]
+            elif not reader.read(self, offset, part):
+                self._check_end(plan.row, f"field {plan.name!r}", offset + part.size)
         if self._verify:
             for part, span in zip(parts, plan.spans, strict=True):
                 if crc32c(part) != span[2]:
@@ -269,6 +266,12 @@ class RangeReader:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[shard] = shard.open()
         return self._files[shard]
+
+
+def _copy_some(wanted: Sequence[tuple[ShardReader, Plan, Bytes]]) -> None:
+    with RangeReader([(shard, plan) for shard, plan, _ in wanted]) as reader:
+        for shard, plan, out in wanted:
+            shard.copy(plan, out, reader)
 
 
 def _are_contiguous(spans: Sequence[Span]) -> bool:
