@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,8 @@ from millstream.classic.preprocessed_folder import SOURCES
 from millstream.core.tables import publish_table
 from millstream.errors import BadSetting, BadSource, MissingLabel, StoreExists
 from millstream.traces.convert import convert, expand
-from support.commands import lean_environment
 from support.effort import PATIENCE_S
+from support.nursery import Nursery
 from support.old_files import Data, old_torch_geometric
 
 L, D = 3, 8  # layers, hidden size
@@ -196,15 +195,13 @@ for dataset in (PreprocessedGNNDataset(sys.argv[1]), PreprocessedLSTMDataset(sys
 """
 
 
-def test_workers_send_more_tensors_than_a_process_may_open_files(tmp_path):
+def test_workers_send_more_tensors_than_a_process_may_open_files(nursery: Nursery, tmp_path):
     hidden, attention = np.zeros((3, 4, 8), np.float16), np.ones((3, 2, 4, 4), np.float16)
     with ms.TraceWriter(tmp_path / "store") as writer:
         for number in range(200):
             writer.append({"question_id": f"q{number}", "label": 1, "hidden": hidden, "attention": attention})
-    command = [sys.executable, "-c", FEW_FILES, str(tmp_path / "store"), str(PATIENCE_S)]
-    lean = lean_environment("torchmetrics", "sklearn", "transformers")
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **lean})
-    assert done.stdout.split() == ["200", "200"], done.stderr
+    done = nursery.run(FEW_FILES, tmp_path / "store", PATIENCE_S)
+    assert done.out.split() == ["200", "200"], done.err
 
 
 @quiet_loader
