@@ -19,6 +19,8 @@ import millstream as ms
 from millstream.classic.baseline import METRICS, main
 from support.old_files import attention, graphs, old_torch_geometric, states, write_traces
 
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory", "quick_fits")
+
 TRACES = 60
 TITLES = ["LSTM-solo", "GNN-det+LSTM", "GVAE+LSTM"]
 

@@ -21,6 +21,7 @@ from millstream.reads.simulate import SimulateSettings, simulate
 from support.extras import need
 
 need("lightning_fabric")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 TRAIN, VAL = (f"full_labeled_species_{part}_reads_shuffled/{part}_reads_shuffled_fixed.fa" for part in ("train", "val"))
 GUIDE = f"""

@@ -246,6 +246,7 @@ def test_the_remedies_of_a_changed_and_damaged_file_lead_to_its_index_with_the_s
 
 def test_default_models_can_be_trained_on_a_default_extraction(world: Path):
     assert run_here("label", "traces", "references=references.jsonl")[0] == 0
-    code, _, err = run_here("train", "data=traces", "out=defaults", *TINY.split(), "threads=1", "batch_size=1")
+    few = ("train=0.2", "val=0.4", "threads=1", "batch_size=1")
+    code, _, err = run_here("train", "data=traces", "out=defaults", *TINY.split(), *few)
     assert code == 0, err
     assert "left out" not in err and "batch_size=1: " in err

@@ -21,7 +21,7 @@ from millstream.training.folder import SCORES
 from support.classifying import make_run
 from support.commands import run_here
 
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 GENERA = load_classes(load_mapping({"class_id": list(range(6)), "name": list("abcdef"), "genus": list("GGHHII")}))
 LEVELS = ("class", "genus")

@@ -31,7 +31,7 @@ from millstream.training.task import FitResources
 from support.commands import run_here
 from support.training import lines_of, weights_of
 
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory")
 
 TAXA = {  # class id: tax id, species, genus and its tax id, family; the last has no reads
     3: (562, "Escherichia coli", "Escherichia", 561, "Enterobacteriaceae"),

@@ -27,7 +27,7 @@ from support.commands import run_here
 from support.making_traces import make_traces
 from support.training import SHORT, lines_of, losses_of, scores_of
 
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory", "quick_fits")
 
 MODELS = "lstm,gnn,gvae,charm,gnn_shuffled,mean_logprob,p_true,token_stats,probe_last_answer,lapeigvals"
 
@@ -492,7 +492,6 @@ def test_a_loss_that_is_not_finite_is_an_error_with_the_records_of_the_batch(sto
         ms.train(store, model="lstm", out=str(tmp_path / "run"), **{**SHORT, "lr": 1e30, "clip": 1e30})
 
 
-@pytest.mark.usefixtures("unrendered_figures")
 def test_the_commands_end_with_a_table_and_a_page(store: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     config = tmp_path / "detector.yaml"

@@ -27,7 +27,7 @@ from support.commands import run_here
 from support.making_spans import write_spans
 from support.training import SHORT
 
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory", "quick_fits")
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ from support.made_results import made_results
 from support.making_traces import make_traces
 
 MODELS = "length,mean_logprob,probe_last_answer"
-pytestmark = pytest.mark.usefixtures("roughly_measured_memory", "quick_fits")
+pytestmark = pytest.mark.usefixtures("unrendered_figures", "roughly_measured_memory", "quick_fits")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,6 @@ def test_a_higher_auroc_is_a_deeper_colour_and_the_number_is_in_the_cell(matrix:
     assert len(axes.collections[1].get_paths()) == len(matrix.rows)  # the frames
 
 
-@pytest.mark.usefixtures("unrendered_figures")
 def test_several_runs_are_one_matrix_of_their_best_detectors_or_of_those_named(world: Path, matrix: Matrix):
     runs, stores = [world / "runs" / name for name in ("a", "b")], [world / name for name in ("a", "b", "more/b")]
     code, out, err = run_here("evaluate", runs[0], stores[0], runs[1], *stores[1:], "--json")
@@ -145,7 +144,6 @@ def test_several_runs_are_one_matrix_of_their_best_detectors_or_of_those_named(w
     assert code == 2 and "out=x" in err
 
 
-@pytest.mark.usefixtures("unrendered_figures")
 def test_one_run_on_one_store_shows_its_comparison_and_renews_the_report_of_the_run(world: Path, matrix: Matrix):
     run = world / "runs" / "a"
     (run / "tables" / "transfer.csv").unlink(missing_ok=True)
