@@ -113,6 +113,20 @@ def test_classifiers_train_on_files_of_one_class_and_are_scored_on_labelled_read
     assert "each file has reads of one class (3 files)" in capsys.readouterr().err
 
 
+def test_genomes_that_the_mapping_lacks_are_named_and_may_be_validated_on(genomes: Path, tmp_path: Path):
+    """Those of other species are foreign reads."""
+    mapping = write(tmp_path / "map.tsv", "class_id tax_id species", "6 573 k", "7 562 e")
+    (missing,) = genomes.glob("77_*")
+    known = ",".join(str(path) for path in sorted(genomes.iterdir()) if path != missing)
+    given = {"mapping": str(mapping), "model": "kmer-exact", "memory": "200MB"}
+    with pytest.raises(BadSource, match=f"{missing.name}: one of 1 of 3 files") as caught:
+        study_of({**given, "data": {"train": str(genomes), "val": known}})
+    assert str(mapping) in str(caught.value)
+    study = study_of({**given, "data": {"train": known, "val": str(genomes)}})
+    assert isinstance(study, Classification)
+    assert study.splits.counts["val"].tolist() == [2, 2, 2]
+
+
 # -- tables of reads
 
 TRUTH = {"S0R0": 562, "S0R1": 573, "S0R2": 562, "S0R3": 77}

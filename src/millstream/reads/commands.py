@@ -155,8 +155,9 @@ def simulate(
     size = f"{done.reads:,} reads from {len(depths)} genomes, {done.bases:,} bases, coverage {depths[0]:.3g}x"
     more = f" to {depths[-1]:.3g}x" if f"{depths[0]:.3g}" != f"{depths[-1]:.3g}" else ""
     following: list[object] = [] if to_stdout else ["index", *out]
-    if not to_stdout and mapping is not None and len(out) == 1:
-        following = ["train", f"data.train={out[0]}", f"mapping={mapping}", *(["paired=true"] if insert else [])]
+    if not to_stdout and mapping is not None:
+        paired = ["paired=true"] if insert else []
+        following = ["train", f"data.train={','.join(map(str, out))}", f"mapping={mapping}", *paired]
     finish(f"{' and '.join(map(str, out))}: {size}{more}", *following)
 
 

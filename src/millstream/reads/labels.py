@@ -69,13 +69,17 @@ class FileClasses:
 
 
 def are_by_file(paths: Sequence[Path], mapping: LabelMapping, header_regex: str) -> bool:
-    """Whether files are of one class each: the mapping lists them, or knows the taxa in their names and not headers."""
+    """Whether files are of one class each: the mapping lists them, or knows the taxa in their names and not headers.
+
+    Where it knows only some of them, the headers of the others do not match.
+    """
     classes = FileClasses(mapping)
-    if mapping.files:
-        return all(classes.listed(path) is not None for path in paths)
-    if any(classes.find(path, partial(taxon_of, path)) is None for path in paths):
+    if mapping.files and all(classes.listed(path) is not None for path in paths):
+        return True
+    unknown = [path for path in paths if classes.find(path, partial(taxon_of, path)) is None]
+    if len(unknown) == len(paths):
         return False
-    return re.match(header_regex, header_of(paths[0])) is None
+    return re.match(header_regex, header_of((unknown or paths)[0])) is None
 
 
 def header_of(path: Path) -> str:
@@ -109,22 +113,28 @@ def put_classes(parts: Sequence[Part], mapping: LabelMapping, *, are_known: bool
     elif name is not None and mapping.tax_id is not None:
         for part in parts:
             part.columns.put(key, OfTaxon(part, name, mapping, must_be_known=must_be_known))
-    elif all(classes.find(part.path, partial(_taxon, part)) is not None for part in parts):
-        _put_by_file(parts, classes)
+    else:
+        found = [classes.find(part.path, partial(_taxon, part)) for part in parts]
+        unknown = [part.path for part, one in zip(parts, found, strict=True) if one is None]
+        if unknown and len(unknown) < len(parts) and must_be_known:
+            raise BadSource(
+                f"{unknown[0]}: one of {len(unknown)} of {len(parts)} files for which {mapping.source} has no row, "
+                "neither by name nor by tax id. Add rows, or leave the files out"
+            )
+        if len(unknown) < len(parts):
+            _put_by_file(parts, classes)
 
 
 def _put_by_file(parts: Sequence[Part], classes: FileClasses) -> None:
     for part in parts:
-        found = classes.find(part.path, partial(_taxon, part))
-        assert found is not None
-        part.columns.put(classes.mapping.key, OfFile(found))
+        part.columns.put(classes.mapping.key, OfFile(classes.find(part.path, partial(_taxon, part))))
 
 
 @dataclass(frozen=True)
 class OfFile:
-    """A column with one value for all reads of a file."""
+    """A column with one value for all reads of a file; None if its class is not in the mapping."""
 
-    value: int
+    value: int | None
 
     @property
     def identity(self) -> object:
@@ -132,10 +142,10 @@ class OfFile:
 
     @property
     def distinct(self) -> Numbers:
-        return np.array([self.value], np.int64)
+        return np.array([] if self.value is None else [self.value], np.int64)
 
     def take(self, rows: Numbers) -> pa.Array:
-        return pa.array(np.full(len(rows), self.value, np.int64))
+        return pa.array(np.full(len(rows), self.value or 0, np.int64), mask=np.full(len(rows), self.value is None))
 
 
 @dataclass(frozen=True)

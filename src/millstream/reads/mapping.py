@@ -385,7 +385,7 @@ def _tax_ids(mapping: LabelMapping) -> list[int]:
         return [0] * mapping.num_classes
     column = mapping.table.column(name)
     if not pa.types.is_integer(column.type):
-        raise BadSource(f"{mapping.source}: expected integers in {name}, found {column.type}")
+        raise BadSource(f"{mapping.source}: expected integers in {name}, found {column.type}: {column[0]}")
     return [value or 0 for value in column.to_pylist()]
 
 

@@ -314,13 +314,13 @@ def _open(settings: ReadSettings, place: str, memory: int, *, strict: bool = Fal
     files = [file for path in place.split(",") if path.strip() for file in expand(path.strip())]
     on_mismatch = cast("OnMismatch", settings.data.on_mismatch if strict else "null")
     wanted = IndexSettings(header_regex=settings.data.header_regex, on_mismatch=on_mismatch)
-    is_by_file = wanted.header_regex == HEADERS and are_by_file(files, load_mapping(settings.mapping), HEADERS)
-    labels = None if is_by_file else settings.data.labels
+    labels, is_default = settings.data.labels, wanted.header_regex == HEADERS
+    is_by_file = is_default and not labels and are_by_file(files, load_mapping(settings.mapping), HEADERS)
     if is_by_file:
         say(f"{place}: each file has reads of one class ({plural(len(files), 'file')})")
     return open_reads(
         files,
-        settings=None if is_by_file or (labels and wanted.header_regex == HEADERS) else wanted,
+        settings=None if is_by_file or (labels and is_default) else wanted,
         labels=labels,
         mapping=settings.mapping,
         unknown="error" if strict else "null",

@@ -510,3 +510,22 @@ def test_ranks_are_levels_above_the_classes_each_once():
     kit = ClassifierSpec("cnn", settings, classes).kit()
     net = kit.build(batch_of(kit, random_reads([20])))
     assert isinstance(net, ReadNet) and [level.tolist() for level in net.clades] == [[0, 0, 5]]
+
+
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_uneven_reads_go_through_a_net_with_little_padding(name: str, monkeypatch: pytest.MonkeyPatch):
+    kit, net = built(name)
+    reads = random_reads([20, 300, 20, 40, 290, 20, 310, 30])
+    alone = np.concatenate([probabilities(kit, net, [read]) for read in reads])
+    sizes: list[int] = []
+    logits = type(net).logits
+
+    def counting(self: ReadNet, batch: Batch) -> Any:
+        sizes.append(batch["input_ids"].numel())
+        return logits(self, batch)
+
+    monkeypatch.setattr(net, "at_most", 4)
+    monkeypatch.setattr(type(net), "logits", counting)
+    batch = batch_of(kit, reads)
+    assert probabilities(kit, net, reads) == pytest.approx(alone, abs=1e-5)
+    assert sum(sizes) < 0.6 * 2 * batch["input_ids"].numel()  # both strands
