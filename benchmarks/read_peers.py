@@ -26,7 +26,19 @@ from typing import Any
 import numpy as np
 
 import read_data
-from measuring import Absent, Result, Watch, clock, measure, memory_bytes, read_file, reset_peak, run
+from measuring import (
+    Absent,
+    Result,
+    Watch,
+    clock,
+    cpu_seconds,
+    measure,
+    memory_bytes,
+    read_file,
+    reset_peak,
+    run,
+    timed,
+)
 from read_libraries import READERS, Reader, Wanted, decompressor, slice_of
 
 BATCH_READS = 4096
@@ -52,12 +64,13 @@ def index(*, tool: str, path: Path, folder: Path, num_reads: int | None = None) 
         reader = READERS[tool]()
         for old in _index_parts(unfinished):
             old.unlink()  # SQLite would continue from it
-        result = {"base_mb": ready(source), "seconds": clock(lambda: reader.build(source, unfinished))}
+        result = {"base_mb": ready(source)} | timed(lambda: reader.build(source, unfinished))
     index_mb = sum(part.stat().st_size for part in _index_parts(unfinished)) / 1e6
     for part in _index_parts(unfinished):
         part.replace(folder / part.name.removeprefix("unfinished-"))
     rate = source.stat().st_size / 1e6 / result["seconds"]
-    result |= {"rate": rate, "unit": "MB/s", "index_mb": index_mb * scale, "seconds": result["seconds"] * scale}
+    result |= {"rate": rate, "unit": "MB/s", "index_mb": index_mb * scale}
+    result |= {key: result[key] * scale for key in ("seconds", "cpu_s")}
     return result | _scaled(scale, num_reads)
 
 
@@ -323,6 +336,7 @@ def _timed(batches: Sequence[Any], action: Callable[[Any], Any]) -> tuple[Result
     action(batches[0][:20])  # warm-up: one-time costs are not timed
     first: Any = None
     seconds: list[float] = []
+    cpu = cpu_seconds()
     for batch in batches:
         start = time.perf_counter()
         answer = action(batch)
@@ -332,7 +346,8 @@ def _timed(batches: Sequence[Any], action: Callable[[Any], Any]) -> tuple[Result
             break
     num_reads = sum(map(len, batches[: len(seconds)]))
     rate = num_reads / sum(seconds)
-    return {"seconds": sum(seconds), "rate": rate, "unit": "reads/s", "num_reads": num_reads}, first
+    found = {"seconds": sum(seconds), "rate": rate, "unit": "reads/s", "num_reads": num_reads}
+    return found | {"cpu_s": cpu_seconds() - cpu}, first
 
 
 def _bases_of(path: Path, batch: Sequence[Wanted]) -> list[str]:
@@ -372,14 +387,20 @@ def _program(name: str) -> str:
 
 def _run(command: Sequence[str | Path]) -> Result:
     """Seconds and memory of a program; its output is discarded."""
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), cpu_seconds()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     with Watch(process.pid) as watch:
         code = process.wait()
         seconds = time.perf_counter() - start
     if code:
         raise subprocess.CalledProcessError(code, command)
-    return {"seconds": seconds, "base_mb": 0.0, "peak_mb": watch.peak_mb, "pss_mb": watch.pss_mb}
+    return {
+        "seconds": seconds,
+        "cpu_s": cpu_seconds() - cpu,
+        "base_mb": 0.0,
+        "peak_mb": watch.peak_mb,
+        "pss_mb": watch.pss_mb,
+    }
 
 
 def check(tokenizer: str | None = None) -> int:

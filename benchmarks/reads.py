@@ -7,11 +7,13 @@ Every measurement runs in its own process, with its files in the page cache. MET
 `tokenizer=PATH` names its tokenizer.json. Compare ratios: the machine's speed cancels out.
 """
 
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ import numpy as np
 
 import read_data
 import read_peers
-from measuring import Result, clock, measure, memory_bytes, run, save
+from measuring import Result, clock, cpu_seconds, measure, memory_bytes, run, save, timed
 from read_libraries import HEADER, slice_of
 from read_peers import BATCH_READS, NUM_READS
 
 WINDOW_READS = 65536  # about 10 MB of text: the window of window order
 BUDGET_MB = 300
+PEERS = ("pysam", "pyfaidx", "pyfastx")
+FEWER_READS = 4_000_000  # the index of so many is measured, too
 
 
 def index(*, tool: str, path: Path) -> Result:
@@ -36,10 +40,10 @@ def index(*, tool: str, path: Path) -> Result:
     settings = IndexSettings(header_regex=HEADER if tool == "millstream" else None)
     build_index(small, settings)  # compiles the kernels
     base_mb = read_peers.ready(path)
-    seconds = clock(lambda: build_index(path, settings))
+    result = timed(lambda: build_index(path, settings))
     index_mb = path.with_name(path.name + ".millstream").stat().st_size / 1e6
-    return {"seconds": seconds, "rate": path.stat().st_size / 1e6 / seconds, "unit": "MB/s", "base_mb": base_mb,
-            "index_mb": index_mb}  # fmt: skip
+    rate = path.stat().st_size / 1e6 / result["seconds"]
+    return result | {"rate": rate, "unit": "MB/s", "base_mb": base_mb, "index_mb": index_mb}
 
 
 def fetch(
@@ -89,15 +93,16 @@ def single(*, tool: str, path: Path, plain: Path, access: str, count: int = NUM_
 
 
 def tokens(
-    *, tool: str, path: Path, spec: str, order: str = "exact", count: int = 100 * BATCH_READS, threads: int = 1
-) -> Result:
-    """Fetch and tokenise into torch tensors ready for a model, with the label."""
+    *, tool: str, path: Path, spec: str, bits: int = 64, order: str = "exact", count: int = 100 * BATCH_READS,
+    threads: int = 1,
+) -> Result:  # fmt: skip
+    """Fetch and tokenise into torch tensors ready for a model, with the label; ids of 32 or 64 bits."""
     import torch
 
     from millstream.features import tokens as feature_of
 
     reads, load_s = _open(path)
-    feature = feature_of(spec, columns=["class_id"])
+    feature = feature_of(spec, columns=["class_id"], dtype=np.int32 if bits == 32 else np.int64)
     numbers = _order(order, len(reads), count, seed=1)
 
     def ready(some: np.ndarray) -> dict[str, Any]:
@@ -152,12 +157,14 @@ def decode(*, tool: str, path: Path) -> Result:
     read_peers.ready(path)
     buffer = np.empty(1 << 20, np.uint8)
     stream = open_stream(path, sniff(path), open_raw(path), points=False)
-    num_bytes = 0
-    start = time.perf_counter()
-    while count := stream.readinto(buffer):
-        num_bytes += count
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "rate": num_bytes / 1e6 / seconds, "unit": "MB/s"}
+    counts: list[int] = []
+
+    def decode_all() -> None:
+        while count := stream.readinto(buffer):
+            counts.append(count)
+
+    result = timed(decode_all)
+    return result | {"rate": sum(counts) / 1e6 / result["seconds"], "unit": "MB/s"}
 
 
 def pack(*, tool: str, path: Path, plain: Path, folder: Path) -> Result:
@@ -171,9 +178,22 @@ def pack(*, tool: str, path: Path, plain: Path, folder: Path) -> Result:
     out = folder / f"{tool}.pack"
     read_peers.ready(path)
     names = tool == "millstream"
-    seconds = clock(lambda: put([path], out, settings=IndexSettings(header_regex=HEADER), names=names, rebuild=True))
+    result = timed(lambda: put([path], out, settings=IndexSettings(header_regex=HEADER), names=names, rebuild=True))
     size = plain.stat().st_size
-    return {"seconds": seconds, "rate": size / 1e6 / seconds, "unit": "MB/s", "size": out.stat().st_size / size}
+    return result | {"rate": size / 1e6 / result["seconds"], "unit": "MB/s", "size": out.stat().st_size / size}
+
+
+def start(*, tool: str) -> Result:
+    """The start of a process: the best of ten."""
+    command = Path(sys.executable).with_name("millstream")
+    ways = {"python": [sys.executable, "-c", "pass"], "import": [sys.executable, "-c", "import millstream"]}
+    ways["help"] = [str(command), "--help"] if command.exists() else [sys.executable, "-m", "millstream", "--help"]
+    found: dict[str, list[Result]] = {way: [] for way in ways}
+    for _ in range(10):
+        for way, arguments in ways.items():
+            run_it = partial(subprocess.run, arguments, stdout=subprocess.DEVNULL, check=True)
+            found[way].append(timed(run_it))
+    return {f"{way}_{key}": min(one[key] for one in turns) for way, turns in found.items() for key in turns[0]}
 
 
 def memory(*, tool: str, path: Path) -> Result:
@@ -199,7 +219,7 @@ def memory(*, tool: str, path: Path) -> Result:
 
 MEASURES: dict[str, Callable[..., Result]] = {
     "index": index, "fetch": fetch, "single": single, "tokens": tokens, "bpe": bpe, "regions": regions,
-    "decode": decode, "pack": pack, "memory": memory,
+    "decode": decode, "pack": pack, "start": start, "memory": memory,
 }  # fmt: skip
 
 
@@ -239,13 +259,13 @@ def _timed(
             action(some)
 
     workers = [threading.Thread(target=work, args=(batches[first::threads],)) for first in range(threads)]
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), cpu_seconds()
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
     seconds = time.perf_counter() - start
-    return _rates(len(numbers), seconds)
+    return _rates(len(numbers), seconds) | {"cpu_s": cpu_seconds() - cpu}
 
 
 def _rates(num_reads: int, seconds: float) -> Result:
@@ -286,18 +306,29 @@ def all_measurements(
                 kinds[path],
                 ours("index", tool="millstream" if path != genomes else "millstream-plain", path=path),
             )
+        if num_reads > FEWER_READS:
+            fewer = read_data.first_reads(work, plain, FEWER_READS)
+            kinds[fewer] = "fewer reads"
+            add("index", kinds[fewer], ours("index", path=fewer))
+            for tool in ("samtools", "pyfastx"):
+                add("index", kinds[fewer], measure(read_peers.__file__, "index", tool=tool, path=fewer, folder=work))
         for order in ("exact", "window"):
             add(f"fetch {order}", "reads", ours("fetch", path=plain, plain=plain, order=order))
             for path in packed.values():
                 few = {"count": 4096} if order == "exact" and path == packed["gz"] else {}
                 add(f"fetch {order}", kinds[path], ours("fetch", path=path, plain=small, order=order, **few))
+        for kind in ("plain", "gz"):
+            two = ours("fetch", path=packed[kind], plain=small, order="window", threads=2)
+            add("fetch window, 2 threads", kind, two)
         for access in ("number", "name", "iterate"):
             for path in (plain, packed["gz"], packed["bgz"]) if "bgz" in packed else (plain, packed["gz"]):
                 few = {"count": 4096} if path == packed["gz"] else {}
                 text = plain if path == plain else small
                 add(f"single {access}", kinds[path], ours("single", path=path, plain=text, access=access, **few))
         for spec in ("kmer(6)", "base"):
-            add(f"{spec}", "reads", ours("tokens", path=plain, spec=spec))
+            for bits in (32, 64):
+                add(f"{spec} int{bits}", "reads", ours("tokens", path=plain, spec=spec, bits=bits))
+        add("start", "process", ours("start"))
         add("regions", "genomes", ours("regions", path=genomes))
         add("decode", "gz", ours("decode", path=packed["gz"]))
         for tool in ("millstream", "millstream-nonames"):
@@ -331,18 +362,29 @@ def _summary(rows: list[Result]) -> dict[str, str]:
     def of(key: str, name: str, kind: str, tool: str = "millstream") -> float:
         return found.get((name, kind, tool), {}).get(key, 0)
 
+    def per_cpu(name: str, kind: str = "reads", tool: str = "millstream") -> float:
+        return of("num_reads", name, kind, tool) / (of("cpu_s", name, kind, tool) or 1)
+
+    def per_cpu_of(tool: str) -> float:
+        return per_cpu("fetch", tool=tool)
+
     def ratio(a: float, b: float) -> str:
         return f"{a / b:.2f}x" if a and b else "not measured"
 
-    indexed = of("seconds", "index", "reads")
     exact, window = of("rate", "fetch exact", "reads"), of("rate", "fetch window", "plain")
-    peers = max(of("rate", "fetch", "reads", tool) for tool in ("pysam", "pyfaidx", "pyfastx"))
-    kmers, gz = of("rate", "kmer(6)", "reads"), of("rate", "fetch window", "gz")
+    peers = max(of("rate", "fetch", "reads", tool) for tool in PEERS)
+    kmers, gz = of("rate", "kmer(6) int64", "reads"), of("rate", "fetch window", "gz")
     sizes = [of("size", "pack", "gz", tool) for tool in ("millstream", "millstream-nonames")]
     same = {found.get(("bpe 1", "reads", tool), {}).get("crc_of_first_batch") for tool in ("millstream", "tokenizers")}
     lines = {
-        "index: samtools' seconds / ours (>= 10)": ratio(of("seconds", "index", "reads", "samtools"), indexed),
-        "index: pyfastx' seconds / ours (>= 8)": ratio(of("seconds", "index", "reads", "pyfastx"), indexed),
+        **{
+            f"index of {kind}: {what} of {tool} / ours (>= {goal})": ratio(
+                of(key, "index", kind, tool), of(key, "index", kind)
+            )
+            for kind in ("reads", "fewer reads")
+            for tool, goal in (("samtools", 20), ("pyfastx", 10))
+            for key, what in (("seconds", "time"), ("cpu_s", "CPU time"))
+        },
         "index: our peak MB (< 700)": str(of("peak_mb", "index", "reads")),
         "index: bytes of .fai / ours (>= 20)": ratio(
             of("index_mb", "index", "reads", "samtools"), of("index_mb", "index", "reads")
@@ -350,7 +392,8 @@ def _summary(rows: list[Result]) -> dict[str, str]:
         "index genomes: samtools' seconds / ours": ratio(
             of("seconds", "index", "genomes", "samtools"), of("seconds", "index", "genomes", "millstream-plain")
         ),
-        "fetch exact: ours / best of pysam, pyfaidx, pyfastx (>= 15)": ratio(exact, peers),
+        "fetch exact: ours / best of pysam, pyfaidx, pyfastx (>= 25)": ratio(exact, peers),
+        "fetch exact: reads per CPU second, the same": ratio(per_cpu("fetch exact"), max(map(per_cpu_of, PEERS))),
         "reads[i]: ours / best of pysam, pyfaidx, pyfastx (>= 1)": ratio(of("rate", "single number", "reads"), peers),
         "by_name: ours / best of pysam, pyfastx (>= 1)": ratio(
             of("rate", "single name", "reads"), max(of("rate", "named", "reads", tool) for tool in ("pysam", "pyfastx"))
@@ -362,19 +405,26 @@ def _summary(rows: list[Result]) -> dict[str, str]:
                 max(of("rate", "iterate", "reads", tool) for tool in ("pysam", "pyfastx")),
             )
         ),
-        "6-mers as tensors: M reads/s on one core (>= 1)": f"{kmers / 1e6:.2f}",
+        "6-mers as tensors, int32 and int64: M reads per CPU second (>= 3)": " ".join(
+            f"{per_cpu(f'kmer(6) int{bits}') / 1e6:.2f}" for bits in (32, 64)
+        ),
         "6-mers as tensors: ours / pysam and Python (>= 40)": ratio(kmers, of("rate", "kmers", "reads", "pysam")),
         "regions of genomes: ours / pysam": ratio(
             of("rate", "regions", "genomes"), of("rate", "regions", "genomes", "pysam")
         ),
-        "window order: gz / plain (>= 0.5)": ratio(gz, window),
+        "window order: gz / plain": ratio(gz, window),
+        "window order, two threads: gz / plain (>= 0.8)": ratio(
+            of("rate", "fetch window, 2 threads", "gz"), of("rate", "fetch window, 2 threads", "plain")
+        ),
         "window order: bgz / plain": ratio(of("rate", "fetch window", "bgz"), window),
         "window order: zst / plain": ratio(of("rate", "fetch window", "zst"), window),
         "window order: gz, reads/s (>= 1000, 100 times the old 10)": f"{gz:.0f}",
-        "packed exact / plain exact (>= 0.8)": ratio(
-            of("rate", "fetch exact", "pack"), of("rate", "fetch exact", "plain")
+        "packed exact / plain exact (>= 1)": ratio(per_cpu("fetch exact", "pack"), per_cpu("fetch exact", "plain")),
+        "pack from gz / decompression alone (>= 0.9)": ratio(of("rate", "pack", "gz"), of("rate", "decode", "gz")),
+        "the same if two cores shared all CPU time": ratio(2 * of("cpu_s", "decode", "gz"), of("cpu_s", "pack", "gz")),
+        "CPU seconds of `import millstream` and --help (<= 0.12), of Python alone": " ".join(
+            f"{of(f'{way}_cpu_s', 'start', 'process'):.3f}" for way in ("import", "help", "python")
         ),
-        "pack from gz / decompression alone (>= 0.7)": ratio(of("rate", "pack", "gz"), of("rate", "decode", "gz")),
         "packed bytes / plain bytes, with and without names": " ".join(f"{size:.3f}" for size in sizes),
     }
     for threads in (1, 2):

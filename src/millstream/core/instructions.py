@@ -57,6 +57,10 @@ def _load_word(builder: Any, address: Any) -> Any:
     return builder.load(builder.bitcast(address, ir.IntType(64).as_pointer()), align=1)
 
 
+def _store_word(builder: Any, address: Any, word: Any) -> None:
+    builder.store(word, builder.bitcast(address, _ir().IntType(64).as_pointer()), align=1)
+
+
 def _store_bases(builder: Any, address: Any, codes: Any) -> None:
     ir = _ir()
 
@@ -70,10 +74,42 @@ def _store_bases(builder: Any, address: Any, codes: Any) -> None:
     bytes_of = builder.bitcast(codes, ir.VectorType(byte, 8))
     code = builder.shuffle_vector(bytes_of, ir.Constant(ir.VectorType(byte, 8), ir.Undefined), four_times)
     code = builder.and_(builder.lshr(code, all_of(0, 2, 4, 6)), all_of(3))
-    is_t = builder.zext(builder.icmp_unsigned("==", code, all_of(2)), many)
-    base = builder.add(builder.add(code, code), builder.mul(is_t, all_of(15)))
-    base = builder.add(base, all_of(65))
-    builder.store(base, builder.bitcast(address, many.as_pointer()), align=1)
+    builder.store(_bases_of(builder, code), builder.bitcast(address, many.as_pointer()), align=1)
+
+
+def _codes_of(builder: Any, address: Any) -> tuple[Any, Any, Any]:
+    """32 bytes as vectors: their codes as bases, the bases of these codes, and the bytes."""
+    ir = _ir()
+    byte = ir.IntType(8)
+    many = ir.VectorType(byte, 32)
+    letters = builder.load(builder.bitcast(address, many.as_pointer()), align=1)
+    codes = builder.and_(builder.lshr(letters, ir.Constant(many, [1] * 32)), ir.Constant(many, [3] * 32))
+    return codes, _bases_of(builder, codes), letters
+
+
+def _bases_of(builder: Any, codes: Any) -> Any:
+    ir = _ir()
+    many = ir.VectorType(ir.IntType(8), 32)
+    is_t = builder.zext(builder.icmp_unsigned("==", codes, ir.Constant(many, [2] * 32)), many)
+    base = builder.add(builder.add(codes, codes), builder.mul(is_t, ir.Constant(many, [15] * 32)))
+    return builder.add(base, ir.Constant(many, [65] * 32))
+
+
+def _find_others(builder: Any, address: Any) -> Any:
+    ir = _ir()
+    _, again, letters = _codes_of(builder, address)
+    return builder.zext(builder.bitcast(builder.icmp_unsigned("!=", again, letters), ir.IntType(32)), ir.IntType(64))
+
+
+def _pack_bases(builder: Any, address: Any) -> Any:
+    ir = _ir()
+    codes, _, _ = _codes_of(builder, address)
+    for lanes, bits, shift, mask in ((16, 16, 6, 0xF), (8, 32, 12, 0xFF)):
+        kind = ir.VectorType(ir.IntType(bits), lanes)
+        codes = builder.bitcast(codes, kind)
+        codes = builder.or_(codes, builder.lshr(codes, ir.Constant(kind, [shift] * lanes)))
+        codes = builder.and_(codes, ir.Constant(kind, [mask] * lanes))
+    return builder.bitcast(builder.trunc(codes, ir.VectorType(ir.IntType(8), 8)), ir.IntType(64))
 
 
 def _find_controls(builder: Any, address: Any) -> Any:
@@ -122,6 +158,12 @@ prefetch = _instruction(_prefetch, result="void")
 """prefetch(array, i): the cache line of an element, without waiting for it."""
 load_word = _instruction(_load_word, result="uint64")
 """load_word(array, i): eight bytes from an element on, aligned or not."""
+store_word = _instruction(_store_word, result="void")
+"""store_word(array, i, word): eight bytes from an element on."""
+find_others = _instruction(_find_others, result="uint64")
+"""find_others(array, i): which of 32 bytes from an element on are not A, C, G or T, one bit each."""
+pack_bases = _instruction(_pack_bases, result="uint64")
+"""pack_bases(array, i): the codes of these 32 bases, two bits each."""
 store_bases = _instruction(_store_bases, result="void")
 """store_bases(array, i, codes): the letters of 32 codes of two bits, of A, C, T, G."""
 find_controls = _instruction(_find_controls, result="uint64")

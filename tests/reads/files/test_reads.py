@@ -379,6 +379,14 @@ def test_an_unknown_name_is_a_key_error(file: Path):
     assert opened(file).find("nobody") == []
 
 
+def test_a_file_with_fewer_records_than_its_first_ones_let_expect_gets_a_table_of_names(tmp_path: Path):
+    file = tmp_path / "reads.fa"
+    file.write_text("".join(f">r{n}\nACGT\n" for n in range(60)) + ">last\n" + "ACGT" * 5000 + "\n")
+    reads = opened(file, limits=IndexLimits(names=100, buffer_bytes=512))
+    assert all(part.has_names for part in reads.parts)
+    assert reads.find("r59") == [59] and reads.find("last") == [60]
+
+
 def test_a_large_file_gets_its_name_table_on_the_first_lookup(file: Path, capsys: pytest.CaptureFixture[str]):
     reads = opened(file, header_regex=REGEX, limits=IndexLimits(names=100))
     assert not reads.parts[0].has_names

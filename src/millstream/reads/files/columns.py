@@ -16,7 +16,7 @@ from millstream.core.collection import Numbers
 from millstream.core.record import Bytes
 from millstream.errors import BadSource
 from millstream.reads.files.encodings import LIMIT, BitColumnWriter, IntegerDictionary, TextDictionary
-from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Texts
+from millstream.reads.files.headers import HeaderColumn, Headers, Integers, Parsed, Texts
 from millstream.reads.files.records import Values
 from millstream.reads.files.scanner import Scanned
 from millstream.reads.files.sections import Column, Sections
@@ -25,6 +25,7 @@ from millstream.reads.files.sections_writer import SectionsWriter
 Kept = Literal["values", "codes", "length", "header"]
 OnMismatch = Literal["error", "skip", "null"]
 SHOWN = 5
+_AT_ONCE = 32768  # records, to amortise the cost of calls
 T = TypeVar("T", bound=np.generic)
 _KEPT: dict[str, Literal["values", "codes"]] = {"integer": "values", "text": "codes"}
 
@@ -115,15 +116,22 @@ class ColumnsWriter:
         self._headers = Headers(regex) if regex else None
         parsed = self._headers.columns if self._headers else ()
         self._columns = [ColumnWriter(column, sections, distinct) for column in parsed if column.name in names]
+        self._waiting: list[tuple[Numbers, NDArray[np.bool_]]] = []  # what `emit` got
+        self._num_waiting = 0
 
-    def add(self, path: Path, found: Scanned, *, first: int) -> NDArray[np.bool_]:
-        """Parse the headers found in a file, the first of which has number `first`; returns which records to keep."""
-        if self._headers is None:
-            return np.ones(len(found.header_starts), np.bool_)
+    def parse(self, path: Path, found: Scanned) -> Parsed | None:
+        """Parse the headers found in a file; may be called in another thread, ahead of `add`."""
+        if self._headers is None or not len(found.header_starts):
+            return None
         try:
-            parsed = self._headers.parse(found.buffer, found.header_starts, found.header_ends)
+            return self._headers.parse(found.buffer, found.header_starts, found.header_ends)
         except BadSource as error:
             raise BadSource(f"{path}: {error}") from None
+
+    def add(self, path: Path, found: Scanned, parsed: Parsed | None, *, first: int) -> NDArray[np.bool_]:
+        """Add these headers of a file, the first of which has number `first`; returns which records to keep."""
+        if parsed is None:
+            return np.ones(len(found.header_starts), np.bool_)
         for column in self._columns:
             column.add(parsed.columns[column.name])
         self.mismatches.add(path, found, parsed.matched, first=first)
@@ -131,10 +139,22 @@ class ColumnsWriter:
 
     def emit(self, lengths: Numbers, kept: NDArray[np.bool_] | None) -> None:
         """Write the columns of the oldest `len(lengths)` headers, whose records have ended; only `kept`, if given."""
+        if self._columns:
+            self._waiting.append((lengths, np.ones(len(lengths), np.bool_) if kept is None else kept))
+            self._num_waiting += len(lengths)
+            if self._num_waiting >= _AT_ONCE:
+                self._emit()
+
+    def _emit(self) -> None:
+        lengths, kept = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
         for column in self._columns:
-            column.emit(lengths, kept)
+            column.emit(lengths, None if kept.all() else kept)
+        self._waiting.clear()
+        self._num_waiting = 0
 
     def finish(self) -> list[Stored]:
+        if self._waiting:
+            self._emit()
         return [column.finish() for column in self._columns]
 
 

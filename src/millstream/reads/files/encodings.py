@@ -33,7 +33,7 @@ class BitColumnWriter:
 
     def __init__(self, directory: BinaryIO, words: BinaryIO) -> None:
         self._files = directory, words
-        self._pending: list[Numbers] = []
+        self._pending = np.empty(4 * CHUNK, np.int64)
         self._num_pending = 0
         self._constant: int | None = None
         self._num_constant = 0
@@ -52,10 +52,13 @@ class BitColumnWriter:
                 self._num_constant += len(values)
                 return
             self._write_constant()
-        self._pending.append(values.copy())  # callers reuse their buffers
-        self._num_pending += len(values)
-        if self._num_pending >= 4 * CHUNK:
-            self._flush(self._num_pending - self._num_pending % CHUNK)
+        while len(values):
+            some = values[: len(self._pending) - self._num_pending]
+            self._pending[self._num_pending : self._num_pending + len(some)] = some
+            self._num_pending += len(some)
+            values = values[len(some) :]
+            if self._num_pending == len(self._pending):
+                self._flush()
 
     def append_many(self, value: int, count: int) -> None:
         """`count` times the same value, at the start of the column."""
@@ -67,7 +70,7 @@ class BitColumnWriter:
         if not self._finished:
             self._finished = True
             self._write_constant()
-            self._flush(self._num_pending)
+            self._flush()
             self._files[1].write(bytes(8))
 
     def _write_constant(self) -> None:
@@ -77,13 +80,13 @@ class BitColumnWriter:
         entry = np.array([[self._constant, self.num_words << 8]], np.int64)
         for start in range(0, chunks, CHUNK):
             self._files[0].write(np.repeat(entry, min(CHUNK, chunks - start), axis=0).tobytes())
-        self._pending.append(np.full(rest, self._constant, np.int64))
-        self._num_pending += rest
+        self._pending[:rest] = self._constant
+        self._num_pending = rest
         self._constant = None
 
     def state(self) -> dict[str, object]:
         """What is not in the files yet."""
-        pending = np.concatenate(self._pending) if self._num_pending else np.empty(0, np.int64)
+        pending = self._pending[: self._num_pending].copy()
         constant = None if self._constant is None else [self._constant, self._num_constant]
         return {"rows": self.rows, "num_words": self.num_words, "pending": pending, "constant": constant}
 
@@ -91,17 +94,16 @@ class BitColumnWriter:
         """Return to a state; the caller has truncated the files."""
         pending = cast(Numbers, state["pending"])
         self.rows, self.num_words = cast(int, state["rows"]), cast(int, state["num_words"])
-        self._pending, self._num_pending = [pending], len(pending)
+        self._num_pending = len(pending)
+        self._pending[: len(pending)] = pending
         constant = cast("list[int] | None", state["constant"])
         self._constant, self._num_constant = constant or (None, 0)
 
-    def _flush(self, count: int) -> None:
-        if not count:
+    def _flush(self) -> None:
+        if not self._num_pending:
             return
-        values = np.concatenate(self._pending) if len(self._pending) > 1 else self._pending[0]
-        self._pending = [values[count:]]
-        self._num_pending -= count
-        directory, words = encode(values[:count], first_word=self.num_words)
+        directory, words = encode(self._pending[: self._num_pending], first_word=self.num_words)
+        self._num_pending = 0
         self.num_words += len(words)
         self._files[0].write(directory.tobytes())
         self._files[1].write(words.tobytes())

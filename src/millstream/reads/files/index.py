@@ -192,10 +192,14 @@ def build_index(
     chosen, given = settings.complete(), limits or IndexLimits()
 
     def write(index: Path) -> None:
-        try:
-            _build(path, chosen, given, index, sniff(path), progress, notify)
-        except MixedGzip:
-            _build(path, chosen, given, index, "gzip", progress, notify)
+        kind, estimate = sniff(path), True
+        while True:
+            try:
+                return _build(path, chosen, given, index, kind, progress, notify, estimate=estimate)
+            except MixedGzip:
+                kind = "gzip"
+            except _FewRecords:
+                estimate = False
 
     index = write_index(path, write, index_dir=index_dir)
     if index != index_paths(path, index_dir)[0]:  # never of an object
@@ -227,7 +231,10 @@ def _build(
     kind: Kind,
     progress: Progress,
     notify: Callable[[str], None],
+    *,
+    estimate: bool,
 ) -> None:
+    """`estimate`: guess from the first records how many there are; _FewRecords if that was wrong."""
     names = NameTableWriter(index.parent, large=settings.names, small=limits.names, parts=limits.name_parts)
     try:
         with (
@@ -241,7 +248,7 @@ def _build(
             ) as source,
             SectionsWriter(index) as sections,
         ):
-            meta = _scan(source, settings, limits, sections, names, progress, notify)
+            meta = _scan(source, settings, limits, sections, names, progress, notify, estimate=estimate)
             sections.publish({"what": _WHAT, **meta, "fingerprint": source.fingerprint().to_json()})
     finally:
         names.close()
@@ -255,6 +262,8 @@ def _scan(
     names: NameTableWriter,
     progress: Progress,
     notify: Callable[[str], None],
+    *,
+    estimate: bool,
 ) -> dict[str, object]:
     geometry, blocks = _Geometry(sections, rows_at_once=limits.rows_at_once), _Blocks(sections)
     columns = ColumnsWriter(
@@ -266,10 +275,10 @@ def _scan(
     )
     hashes, keeping = Pending[np.int64](), Pending[np.bool_]()  # of headers whose record has not ended
     num_headers = 0
-    for found in source:
+    for found, parsed in source.scans(columns.parse):
         starts, rows = found.header_starts, found.rows
         if len(starts):
-            keeping.add(columns.add(source.path, found, first=num_headers))
+            keeping.add(columns.add(source.path, found, parsed, first=num_headers))
             if names.wanted:
                 hashes.add(hash_names(found.buffer, starts, found.header_ends))
             num_headers += len(starts)
@@ -280,10 +289,14 @@ def _scan(
                 names.append(hashes.take(len(rows))[slice(None) if kept is None else kept])
             columns.emit(np.ascontiguousarray(rows[:, BASES]), kept)
             geometry.add(rows if kept is None else rows[kept], fastq=source.format == "fastq")
+            if estimate and source.stream.raw:
+                names.expect(geometry.records * source.num_bytes / source.stream.raw)
         blocks.add(source)
         progress(source.stream.raw)
     blocks.add(source)
     geometry.finish(source.end, fastq=source.format == "fastq")
+    if names.given_up and geometry.records <= limits.names:
+        raise _FewRecords
     stored = columns.finish()
     names.finish(sections)
     columns.mismatches.report(lambda text: notify(f"{source.path}: {text}"))
@@ -306,6 +319,10 @@ def _scan(
         "mismatches": columns.mismatches.meta(),
         "damage": source.damage.reason if source.damage else None,
     }
+
+
+class _FewRecords(Exception):
+    """A file has fewer records than its first ones let expect: it gets a table of names after all."""
 
 
 class _Geometry:

@@ -201,6 +201,9 @@ def ahead(items: Iterator[T], *, depth: int) -> Generator[T]:
             _put(waiting, (False, None), stopped)
         except BaseException as error:
             _put(waiting, (False, error), stopped)
+        finally:
+            if isinstance(items, Generator):
+                items.close()  # which may have a thread of its own
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

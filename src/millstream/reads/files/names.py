@@ -17,6 +17,7 @@ from millstream.reads.files.sections_writer import SectionsWriter
 
 SMALL = 1 << 20  # files with up to this many records always get a name table
 PARTS = 256  # files that a large table is sorted in
+_CERTAINLY = 2  # times `small`
 _BUCKET = 16  # names per bucket, about
 _HASH_BITS = 63
 
@@ -53,11 +54,16 @@ class NameTableWriter:
         self._num_pending = 0
         self._parts: list[BinaryIO] = []
         self._rows = 0
+        self.given_up = False  # before there were too many
 
     @property
     def wanted(self) -> bool:
         """Whether there will be a table."""
-        return self._large or self._rows <= self._small
+        return not self.given_up and (self._large or self._rows <= self._small)
+
+    def expect(self, rows: float) -> None:
+        """About how many names will come in all: hashing the first million of many more takes a tenth of indexing."""
+        self.given_up = self.given_up or (not self._large and rows > _CERTAINLY * self._small)
 
     def append(self, hashes: Numbers) -> None:
         self._pending.append(hashes)

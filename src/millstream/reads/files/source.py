@@ -3,10 +3,12 @@
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +32,7 @@ from millstream.reads.files.in_order import Stdin
 from millstream.reads.files.inflate import ahead
 from millstream.reads.files.scanner import START, Format, ScanError, Scanned, Scanner
 
+T = TypeVar("T")
 BUFFER_BYTES = 1 << 20  # fits the L2 cache: 16 MB buffers are half as fast
 _SAM = re.compile(rb"@(HD|SQ|RG|PG|CO)\t(\w\w:)?")
 
@@ -84,13 +87,25 @@ class SourceScan:
         self._open_stream = partial(
             open_stream, path, kind, point_bytes=limits.point_bytes, frame_bytes=limits.frame_bytes, reference=reference
         )
+        self.num_bytes = 0 if self._before is None else self._before.st_size  # of the file
         self.stream = self._open_stream(self._raw, points=points)
-        self._scans: Generator[Scanned] | None = None
+        self._scans: Generator[object] | None = None
+
+    def scans(self, parse: Callable[[Path, Scanned], T]) -> Generator[tuple[Scanned, T]]:
+        """Read and scan in a thread, parse in another one; a buffer stays valid while the next two are taken."""
+
+        def parsed() -> Generator[tuple[Scanned, T]]:
+            with closing(ahead(self._scan(), depth=1)) as scans:
+                for found in scans:
+                    yield found, parse(self.path, found)
+
+        scans = self._scans = ahead(parsed(), depth=2)
+        return scans
 
     def __iter__(self) -> Generator[Scanned]:
-        """Read and scan in a thread; a buffer stays valid while the next three are filled."""
-        self._scans = ahead(self._scan(), depth=2)
-        return self._scans
+        """Read and scan in a thread."""
+        scans = self._scans = ahead(self._scan(), depth=2)
+        return scans
 
     def __enter__(self) -> "SourceScan":
         return self
@@ -111,7 +126,8 @@ class SourceScan:
         return fingerprint_of(self.path, after, self.stream.crc32c)
 
     def _scan(self) -> Generator[Scanned]:
-        ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(5)]
+        # In use are one that is filled, three in queues, one that is parsed, and two of the caller.
+        ring = [np.empty(self._buffer_bytes, np.uint8) for _ in range(7)]
         carried, at, turn = 0, 0, 0
         if self._salvage and self.kind != "plain":
             self._checked = self._count_verified()

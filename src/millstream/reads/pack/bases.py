@@ -7,11 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millstream.core.collection import Numbers
-from millstream.core.instructions import load_word, prefetch, store_bases
+from millstream.core.instructions import find_others, load_word, pack_bases, prefetch, store_bases, store_word
 from millstream.core.kernels import kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.reads.files.encodings import CHUNK, Words, last_not_above, value_of
+from millstream.reads.files.ranges import copy
 from millstream.reads.files.records import Checked, table_of, unverified, value_at
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.sections_writer import SectionsWriter
@@ -162,11 +163,18 @@ def _encode(
     lowers: Numbers,
     counts: Numbers,
 ) -> None:
-    """Eight bases per word. A word of ACGT is noticed by rebuilding its bases from their codes."""
+    """Eight bases per word, or four words. Words of ACGT are noticed by rebuilding their bases from their codes."""
     num_others = num_lowers = 0
     at = state[_AT]
     other, other_base, lower = state[_OTHER], state[_BASE], state[_LOWER]
-    for index in range(len(words)):
+    index = -1
+    while index + 1 < len(words):
+        index += 1
+        if other < 0 and lower < 0 and index + 4 <= len(words) and find_others(words, index) == np.uint64(0):
+            store_word(out, index, pack_bases(words, index))
+            at += 32
+            index += 3
+            continue
         word = words[index]
         codes = (word >> np.uint64(1)) & _CODES
         is_t = (codes >> np.uint64(1)) & ~codes & _ONES  # 2: its base is 15 above the row A, C, E, G
@@ -421,10 +429,7 @@ def _join(buffer: Bytes, pieces: Numbers, out: Bytes, at: int, newline: int) -> 
     for index in range(len(pieces)):
         start = pieces[index, 0]
         count = pieces[index, 1] - start
-        source, target = buffer[start : start + count], out[at : at + count]
-        for place in range(count):  # twice as fast as assigning one slice to the other
-            target[place] = source[place]
-        at += count
+        at = copy(buffer, start, count, out, at)
         if newline:
             out[at] = 10
             at += 1

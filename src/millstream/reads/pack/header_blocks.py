@@ -24,6 +24,7 @@ from millstream.reads.pack.bases import join_lines
 Codec = Literal["zstd", "zlib"]
 SECTION, ROW, START = "headers", "headers.row", "headers.start"
 _BLOCK_BYTES = 64 << 10
+_AT_ONCE = 256  # blocks that are added to the columns
 _AHEAD = 16  # blocks that wait to be compressed
 _READ_BYTES = 1 << 20
 _LEVEL = {"zstd": 1, "zlib": 1}
@@ -46,6 +47,7 @@ class HeaderBlocksWriter:
         self._pending = bytearray()
         self._row = self._first = 0  # lines so far, and before the pending block
         self._end = 0  # of the part; tell() would be a system call each time
+        self._written: list[tuple[int, int]] = []  # rows and starts of blocks, for the columns
 
     def add(self, buffer: Bytes, pieces: Numbers) -> None:
         """Append buffer[start:end] of every piece; none holds a newline."""
@@ -93,6 +95,7 @@ class HeaderBlocksWriter:
 
     def restore(self, state: dict[str, Any]) -> None:
         self._blocks.clear()
+        self._written.clear()
         self._pending = bytearray(state["pending"].tobytes())
         self._row, self._first, self._end = state["row"], state["first"], state["end"]
 
@@ -109,9 +112,12 @@ class HeaderBlocksWriter:
         """Write compressed blocks until only `left` of them wait."""
         while len(self._blocks) > left:
             first, data = self._blocks.popleft()
-            self._rows.append(np.array([first], np.int64))
-            self._starts.append(np.array([self._end], np.int64))
+            self._written.append((first, self._end))
             self._end += self._part.write(data.result())
+        if self._written and (left == 0 or len(self._written) >= _AT_ONCE):
+            for column, values in zip((self._rows, self._starts), np.array(self._written, np.int64).T, strict=True):
+                column.append(values)
+            self._written.clear()
 
 
 class HeaderBlocks:

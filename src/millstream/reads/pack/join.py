@@ -68,7 +68,8 @@ class PackParts:
             meta = pack.meta
             writer, columns = build.begin(source, meta["format"]), build.columns
             for text in _texts(pack):
-                columns.add(source, _scanned(text), first=0)
+                scanned = _scanned(text)
+                columns.add(source, scanned, columns.parse(source, scanned), first=0)
                 columns.emit(text.bases, None)
                 writer.append(text)
             if columns.mismatches.skips:  # the pack does not have them

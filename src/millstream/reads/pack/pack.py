@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from millstream.core.record import crc32c
 from millstream.errors import BadSetting, BadSource, SourceError, StoreExists
 from millstream.reads.files.columns import Pending
 from millstream.reads.files.containers import Kind, MixedGzip, sniff, sniff_head
+from millstream.reads.files.headers import Parsed
 from millstream.reads.files.in_order import READ_GROUPS, Stdin, is_stdin
 from millstream.reads.files.index import IndexLimits, IndexSettings, settings_of
 from millstream.reads.files.scanner import BASES, Scanned
@@ -33,6 +34,8 @@ from millstream.reads.pack import VERSION, describe_fidelity, is_pack, load_pack
 from millstream.reads.pack.header_blocks import best_codec
 from millstream.reads.pack.join import PackParts
 from millstream.reads.pack.writer import PackBuild, PackSummary, PackWriter, ScannedText
+
+T = TypeVar("T")
 
 
 @checked
@@ -236,8 +239,8 @@ class Packer:
             stdin=self.stdin if is_stdin(path) else None,
             reference=self.reference,
         ) as source:
-            for found, is_last in _with_last_marked(iter(source)):
-                self._scan(source, found, is_last=is_last)
+            for (found, parsed), is_last in _with_last_marked(source.scans(self._build.columns.parse)):
+                self._scan(source, found, parsed, is_last=is_last)
                 self._progress(self._raw + source.stream.raw)
             if self._num_rows < self._num_headers:
                 self._drop_last()
@@ -250,7 +253,7 @@ class Packer:
             if source.damage:
                 self._build.damages.append(f"{path}: {source.damage.reason}")
 
-    def _scan(self, source: SourceScan, found: Scanned, *, is_last: bool) -> None:
+    def _scan(self, source: SourceScan, found: Scanned, parsed: Parsed | None, *, is_last: bool) -> None:
         build = self._build
         is_first = build.writer is None
         writer = build.begin(source.path, source.format)
@@ -259,7 +262,7 @@ class Packer:
         build.text_crc = crc32c(found.buffer[: found.consumed], build.text_crc)
         build.text_bytes += found.consumed
         starts, rows = found.header_starts, found.rows
-        kept = build.columns.add(source.path, found, first=self._num_headers)
+        kept = build.columns.add(source.path, found, parsed, first=self._num_headers)
         self._kept_rows.add(kept)
         kept_rows = self._kept_rows.take(len(rows))
         bases = np.ascontiguousarray(rows[:, BASES])
@@ -307,7 +310,7 @@ class Packer:
         self._kept_rows = Pending[np.bool_]()
 
 
-def _with_last_marked(scans: Iterator[Scanned]) -> Generator[tuple[Scanned, bool]]:
+def _with_last_marked(scans: Iterator[T]) -> Generator[tuple[T, bool]]:
     """Each scan, and whether it is the last: known when there is no next one. Two buffers are valid at once."""
     held = next(scans, None)
     while held is not None:
