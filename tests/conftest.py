@@ -50,14 +50,15 @@ __all__ = [
 settings.register_profile("suite", max_examples=num_examples(100), deadline=None, database=None, print_blob=True)
 settings.load_profile("suite")
 
-# Slow files, the slowest first: started last, one of them would keep a single core busy at the end.
+# Slow files, the slowest first: started last, one of them would keep a single core busy at the end. Pages come after
+# the first file has compiled the kernels of reads: in a new checkout two processes would compile the same ones.
 LONG = (
     "test_ray.py",
     "test_ray_nodes.py",
-    "docs/test_pages.py",
-    "traces/store/test_kill.py",
     "training/test_remote_run.py",
     "traces/test_extract.py",
+    "docs/test_pages.py",
+    "traces/store/test_kill.py",
     "reads/files/test_reads_bad.py",
     "training/test_resume.py",
     "traces/store/test_faults.py",

@@ -145,7 +145,7 @@ def test_views_of_one_large_storage_are_read_without_the_rest_of_it(tmp_path):
 def large_traces(layout: str) -> list[dict[str, object]]:
     if layout == "few large arrays":
         return [{"hidden_states": [f16(128, 1024) for _ in range(16)], "number": i} for i in range(6)]
-    return [old_trace(i, num_steps=120, hidden=3072) for i in range(6)]
+    return [old_trace(i, num_steps=60, hidden=3072) for i in range(6)]
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,20 @@ import io
 import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from millstream.cli.app import main
+import typer.main
+
+from millstream.cli import app
+
+
+@cache
+def _command() -> Any:
+    """The command line, which takes ten milliseconds to make."""
+    return typer.main.get_command(app.make_app())
 
 
 def run_here(*arguments: object) -> tuple[int, str, str]:
@@ -15,9 +25,15 @@ def run_here(*arguments: object) -> tuple[int, str, str]:
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)  # has a buffer, like stdout
     err = io.StringIO()
     command = ["millstream", *map(str, arguments)]
-    with mock.patch.object(sys, "argv", command), redirect_stdout(out), redirect_stderr(err):
+    made = _command()
+    with (
+        mock.patch.object(sys, "argv", command),
+        mock.patch.object(app, "make_app", return_value=made),
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         try:
-            main()
+            app.main()
         except SystemExit as ended:
             code = int(ended.code or 0)
         else:

@@ -101,6 +101,8 @@ def classify(
     from dataclasses import asdict
     from functools import partial
 
+    from millstream.core.arguments import check
+    from millstream.core.config import Probability
     from millstream.core.console import interruptible, progress, silent
     from millstream.core.engine import Engine
     from millstream.core.memory import Allowance
@@ -125,6 +127,8 @@ def classify(
             return nullcontext(silent)
         return progress("classify", total, unit="reads", memory=Allowance(memory).usage)  # the model is loaded by then
 
+    for name, value in (("threshold", threshold), ("precision", precision)):
+        check(name, value, Probability | None)
     trained = find_classifier(to_path(run), model)  # before stdin is read
     with interruptible() as stop, stdin_as_file(reads, where) as files:
         one = partial(

@@ -38,17 +38,20 @@ from support.effort import THOROUGH, num_examples
 from support.making import damages, flip, run_child
 from support.store_commands import COUNT, read_damaged, read_flipped, record, verify_and_repair_damaged
 
+either_compression = pytest.mark.parametrize("store", ["none", "lz4"], indirect=True)
 
-@pytest.fixture(params=["none", "lz4"])
+
+@pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """One shard of tensors in slices, with labels."""
-    with ms.TraceWriter(tmp_path / "store", compression=request.param) as writer:
+    """One shard of tensors in slices, with labels; lz4 if a test does not say how it is compressed."""
+    with ms.TraceWriter(tmp_path / "store", compression=getattr(request, "param", "lz4")) as writer:
         for number in range(COUNT):
             writer.append({**record(number), "note": None, "states": np.full((3, 5000), number, np.uint8)})
     ms.label(tmp_path / "store")
     return tmp_path / "store"
 
 
+@either_compression
 def test_every_flipped_bit_of_the_header_and_the_frame_of_the_first_record_is_noticed(store: Path) -> None:
     _, rows, _ = read_shard(Map(store / shard_name(0)).view)
     end = min(tensor.offset for tensor in rows[0].tensors.values() if tensor)
@@ -56,12 +59,14 @@ def test_every_flipped_bit_of_the_header_and_the_frame_of_the_first_record_is_no
     assert run_child(read_flipped, store, range(random.randrange(step), end, step)) == []
 
 
+@either_compression
 def test_random_damage_of_several_bytes_kills_no_reader(store: Path) -> None:
     for seed in range(10 if THOROUGH else 1):
         count = num_examples(1000)
         assert run_child(read_damaged, store, seed, count) == [count]
 
 
+@either_compression
 def test_verify_and_repair_survive_damaged_headers_and_lose_nothing_else(store: Path) -> None:
     left = run_child(verify_and_repair_damaged, store, 7, num_examples(100))
     assert min(left) >= COUNT - 2  # only records among the first bytes
@@ -282,6 +287,7 @@ def test_a_sidecar_with_a_valid_checksum_and_wrong_values_is_rebuilt_from_the_sh
     _check_forged(store, expected)
 
 
+@either_compression
 def test_random_numbers_in_a_sidecar_cost_no_record(store: Path) -> None:
     expected, table = [repr(one) for one in Traces(store)], pq.read_table(store / sidecar_name(0))
     rng, numbers = random.Random(5), (-(1 << 31), -1, 0, 1, 7, 300, (1 << 31) - 1)
