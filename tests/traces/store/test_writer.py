@@ -1,6 +1,5 @@
 """Writing: shards are sealed, stores are resumed, wrong types are rejected by name, and memory is one record."""
 
-import errno
 import os
 import tracemalloc
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import millstream as ms
-from millstream.errors import ConfigMismatch, SchemaMismatch, StoreExists, StoreFull
+from millstream.errors import ConfigMismatch, SchemaMismatch, StoreExists
 from millstream.traces.store.manifest import open_file, shard_name, sidecar_name
 from support.making import files_of, record, same, write
 
@@ -506,27 +505,3 @@ def test_a_sidecar_whose_column_names_are_not_text_costs_no_record(tmp_path: Pat
     sidecar = tmp_path / "store" / sidecar_name(0)
     sidecar.write_bytes(sidecar.read_bytes().replace(b"question_id", b"\xe5uestion_id"))
     check(tmp_path / "store", 3)
-
-
-def test_a_large_record_that_cannot_be_written_whole_leaves_nothing_behind(tmp_path: Path, monkeypatch):
-    def large(number: int) -> dict[str, Any]:
-        return {"question_id": f"q{number}", "hidden": np.full((8, 100, 1000), number, np.float16)}
-
-    with ms.TraceWriter(tmp_path / "store") as writer:
-        writer.append(large(0))
-        size = open_file(writer.path, 0).stat().st_size
-        write_some = os.pwritev
-
-        def full(fd: int, parts: Any, position: int) -> int:
-            if position > size + 500_000:  # after the first of its pieces
-                raise OSError(errno.ENOSPC, "full")
-            return write_some(fd, parts, position)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "pwritev", full)
-            with pytest.raises(StoreFull):
-                writer.append(large(1))
-        assert open_file(writer.path, 0).stat().st_size == size
-        writer.append(large(2))
-    traces = ms.open(tmp_path / "store")
-    assert traces.ids == ["q0", "q2"] and (traces[1]["hidden"] == 2).all()

@@ -113,9 +113,8 @@ def update_ids(path: Path, manifest: Manifest, *, min_shards: int = 64) -> None:
     record = {"shards": covered, "hashes": index.hashes, "places": index.places, "starts": index.starts}
     arrow = arrow_schema(infer_schema(record, {}), compression="none", metadata={})
     head = header(arrow)
-    parts = [head]
-    row = Encoder(arrow).encode(record, len(head), lambda _, more: parts.extend(map(bytes, more)))
-    publish(path / IDS, b"".join([*parts, tail(arrow, [row], header_bytes=head, sidecar=b"")]), APPEND_AGAIN)
+    parts, row = Encoder(arrow).encode(record, len(head))
+    publish(path / IDS, b"".join([head, *parts, tail(arrow, [row], header_bytes=head, sidecar=b"")]), APPEND_AGAIN)
 
 
 def _key(shard: ShardInfo) -> tuple[int, int | None]:

@@ -3,15 +3,13 @@
 import io
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from millstream.core.files import is_same_file, lock, no_space, publish, sync_path
 from millstream.core.record import Bytes, RawTensor, Schema, Tensor, as_tensor, crc32c, in_order, plain
@@ -33,15 +31,11 @@ from millstream.traces.store.manifest import APPEND_AGAIN, ShardInfo, number_of,
 from millstream.traces.store.sidecar import largest_record, to_parquet
 from millstream.traces.store.slices import num_slices, to_slices
 
-Part = bytes | memoryview | pa.Buffer
-
 _IOV_MAX = 1024
-_PIECE_BYTES = 256 << 10  # written at once: several fit into the second-level cache of a core
-_ZERO = pa.array([0], pa.uint64())
 
 
 class ShardWriter:
-    """Appends records to one `.open` shard. A failed append leaves nothing behind."""
+    """Appends records to one `.open` shard. Every append is one write(2); a failed append leaves nothing behind."""
 
     def __init__(
         self, path: Path, number: int, fd: int, schema: pa.Schema, *, file: Path, rows: Sequence[Row] = ()
@@ -92,13 +86,11 @@ class ShardWriter:
     def append(self, record: Mapping[str, object]) -> None:
         """Write one record."""
         self._encoder = self._encoder or Encoder(self._schema)
-        with self._appending():
-            self._add(self._encoder.encode(record, self.num_bytes, self._write_at))
+        self._add(*self._encoder.encode(record, self.num_bytes))
 
     def append_message(self, message: Bytes, row: Row) -> None:
         """Copy the message of a record from another shard."""
-        self._write([message.data])
-        self._add(row.moved(self.num_bytes))
+        self._add([pa.py_buffer(message)], row.moved(self.num_bytes))
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -139,31 +131,25 @@ class ShardWriter:
     def __del__(self) -> None:
         self.release()
 
-    def _add(self, row: Row) -> None:
+    def _add(self, parts: Sequence[bytes | pa.Buffer], row: Row) -> None:
+        self._write(parts)
         self.num_bytes += row.num_bytes
         self.rows.append(row)
 
-    def _write(self, parts: Sequence[Part]) -> None:
+    def _write(self, parts: Sequence[bytes | pa.Buffer]) -> None:
         """All parts at the current end, or nothing."""
-        with self._appending():
-            self._write_at(self.num_bytes, parts)
-
-    @contextmanager
-    def _appending(self) -> Generator[None]:
-        """Cut off what was written if not all could be."""
+        start = self.num_bytes
         try:
             with no_space(self._file, APPEND_AGAIN):
-                yield
+                position = start
+                queue = [memoryview(part) for part in parts]
+                while queue:
+                    written = os.pwritev(self._fd, queue[:_IOV_MAX], position)
+                    position += written
+                    queue = _rest(queue, written)
         except BaseException:
-            os.ftruncate(self._fd, self.num_bytes)
+            os.ftruncate(self._fd, start)
             raise
-
-    def _write_at(self, position: int, parts: Sequence[Part]) -> None:
-        queue = [memoryview(part) for part in parts]
-        while queue:
-            written = os.pwritev(self._fd, queue[:_IOV_MAX], position)
-            position += written
-            queue = _rest(queue, written)
 
 
 class Encoder:
@@ -179,107 +165,47 @@ class Encoder:
         self._stream.write_batch(empty_batch(schema))
         self._sink.parts.clear()  # the schema message, which is already in the header of the shard
 
-    def encode(self, record: Mapping[str, object], offset: int, write: Callable[[int, Sequence[Part]], None]) -> Row:
-        """Write the message of a record at `offset`: `write` gets consecutive parts of it and the offset of the first.
-
-        It is written piece by piece, each right after its checksum is computed, while it is in the cache of the CPU.
-        """
+    def encode(self, record: Mapping[str, object], offset: int) -> tuple[list[bytes | pa.Buffer], Row]:
+        """The message of a record to be written at `offset`, as consecutive buffers."""
         arrays: list[pa.Array] = []
-        waiting: list[tuple[str, Bytes, list[int] | None, NDArray[np.uint32], tuple[int, ...]]] = []
+        pending: list[tuple[str, pa.Buffer, TensorRow]] = []
         values: dict[str, object] = {}
         tensors: dict[str, TensorRow | None] = {}
         for name, kind in self._fields.items():
-            if not isinstance(kind, Tensor):
+            if isinstance(kind, Tensor):
+                raw = _check_tensor(name, kind, record[name])
+                if raw is None:
+                    tensors[name] = None
+                    arrays.append(pa.nulls(1, self._types[name]))
+                    continue
+                slices = to_slices(raw.data, num_slices(kind, raw.shape), kind.itemsize, self._compression)
+                data = pa.py_buffer(slices.data)
+                row = TensorRow(offset, raw.shape, slices.crc32c, slices.sizes)
+                tensors[name] = row
+                if data.size:
+                    pending.append((name, data, row))
+                arrays.append(_tensor_array(self._types[name], data, row))
+            else:
                 values[name] = plain(record[name])
                 arrays.append(_check_scalar(name, kind, values[name]))
-                continue
-            tensors[name] = None
-            raw = _check_tensor(name, kind, record[name])
-            if raw is None:
-                arrays.append(pa.nulls(1, self._types[name]))
-                continue
-            data, sizes, crcs = raw.data, None, np.zeros(num_slices(kind, raw.shape), np.uint32)
-            if self._compression != "none":
-                data, sizes = to_slices(data, len(crcs), kind.itemsize, self._compression)
-            waiting.append((name, data, sizes, crcs, raw.shape))
-            arrays.append(_tensor_array(self._types[name], data, raw.shape, crcs, sizes))
-        arrays.append(_ZERO)
+        arrays.append(pa.array([0], pa.uint64()))
         self._sink.parts = []
         self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
-        parts, self._sink.parts = self._sink.parts, []
+        parts, self._sink.parts = _joined(self._sink.parts, {buffer.address for _, buffer, _ in pending}), []
 
-        due = iter([one for one in waiting if one[1].size])
-        expected = next(due, None)
-        out = _Pieces(offset, write)
-        position = offset
+        waiting = iter(pending)
+        expected = next(waiting, None)
+        position, crc = offset, 0
         for part in parts[:-1]:
-            if expected and isinstance(part, pa.Buffer) and part.address == expected[1].ctypes.data:
-                name, data, sizes, crcs, shape = expected
-                tensors[name] = TensorRow(position, shape, out.add_slices(data, sizes, crcs), _tuple(sizes))
-                expected = next(due, None)
+            if expected and isinstance(part, pa.Buffer) and part.address == expected[1].address:
+                tensors[expected[0]], expected = replace(expected[2], offset=position), next(waiting, None)
             else:
-                out.add_covered(part)
+                crc = crc32c(part, crc)
             position += len(part)
         assert expected is None
-        for name, data, sizes, crcs, shape in waiting:
-            if not data.size:
-                tensors[name] = TensorRow(offset, shape, tuple(crcs.tolist()), _tuple(sizes))
-        out.end()
-        meta_bytes = 8 + int.from_bytes(b"".join(parts[:2])[4:8], "little")
-        return Row(offset, position + 8 - offset, meta_bytes, values, tensors)
-
-
-class _Pieces:
-    """Writes the parts of a message, a few at a time, and computes their checksums."""
-
-    def __init__(self, offset: int, write: Callable[[int, Sequence[Part]], None]) -> None:
-        self._at, self._write = offset, write
-        self._queue: list[Part] = []
-        self._queued = 0
-        self._covered: list[Part] = []  # whose checksum is due
-        self._crc = 0
-
-    def add_covered(self, part: Part) -> None:
-        """A part that is covered by the checksum of the record."""
-        self._covered.append(part)
-
-    def add_slices(self, data: Bytes, sizes: Sequence[int] | None, crcs: NDArray[np.uint32]) -> tuple[int, ...]:
-        """The slices of a tensor; their checksums are also put into `crcs`, which are part of the message."""
-        self._cover()
-        found: list[int] = []
-        first = last = 0
-        for size in [len(data) // len(crcs)] * len(crcs) if sizes is None else sizes:
-            found.append(crc32c(data[last : last + size]))
-            last += size
-            if last - first + self._queued >= _PIECE_BYTES:
-                self._put(data[first:last].data)
-                self._flush()
-                first = last
-        if first < last:
-            self._put(data[first:last].data)
-        crcs[:] = found
-        return tuple(found)
-
-    def end(self) -> None:
-        """The checksum of the record ends it."""
-        self._cover()
-        self._put(self._crc.to_bytes(8, "little"))
-        self._flush()
-
-    def _cover(self) -> None:
-        joined = b"".join(self._covered)
-        self._covered.clear()
-        self._crc = crc32c(joined, self._crc)
-        self._put(joined)
-
-    def _put(self, part: Part) -> None:
-        self._queue.append(part)
-        self._queued += len(part)
-
-    def _flush(self) -> None:
-        self._write(self._at, self._queue)
-        self._at += self._queued
-        self._queue, self._queued = [], 0
+        parts[-1] = crc.to_bytes(8, "little")
+        meta_bytes = 8 + int.from_bytes(cast(bytes, parts[0])[4:8], "little")
+        return parts, Row(offset, position + 8 - offset, meta_bytes, values, tensors)
 
 
 def _claim(path: Path, first: int) -> tuple[int, int]:
@@ -358,7 +284,7 @@ class _Sink(io.RawIOBase):
     """A file for pyarrow to write to that keeps the buffers instead of copying them."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[bytes | pa.Buffer] = []
 
     def write(self, part: bytes | pa.Buffer) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.parts.append(part)
@@ -368,29 +294,35 @@ class _Sink(io.RawIOBase):
         return True
 
 
-def _tensor_array(
-    kind: pa.DataType, data: Bytes, shape: Sequence[int], crcs: NDArray[np.uint32], sizes: Sequence[int] | None
-) -> pa.Array:
+def _joined(parts: Sequence[bytes | pa.Buffer], apart: set[int]) -> list[bytes | pa.Buffer]:
+    """Join adjacent parts, except the buffers at the addresses `apart` and the last part."""
+    joined: list[bytes | pa.Buffer] = []
+    run: list[bytes | pa.Buffer] = []
+    for part in parts[:-1]:
+        if isinstance(part, pa.Buffer) and part.address in apart:
+            joined += [b"".join(run), part]
+            run = []
+        else:
+            run.append(part)
+    return [*joined, b"".join(run), parts[-1]] if run else [*joined, parts[-1]]
+
+
+def _tensor_array(kind: pa.DataType, data: pa.Buffer, row: TensorRow) -> pa.Array:
     """A struct array of one tensor. Built from buffers, three times as fast as from Python lists."""
     members = [
-        pa.Array.from_buffers(DATA, 1, [None, _int_buffer([0, data.size], np.int64), pa.py_buffer(data)]),
-        _list_array(SHAPE, shape, np.int32),
-        _list_array(CRCS, crcs, np.uint32),
+        pa.Array.from_buffers(DATA, 1, [None, _int_buffer([0, data.size], np.int64), data]),
+        _list_array(SHAPE, row.shape, np.int32),
+        _list_array(CRCS, row.crc32c, np.uint32),
     ]
-    if sizes is not None:
-        members.append(_list_array(SIZES, sizes, np.int64))
+    if row.sizes is not None:
+        members.append(_list_array(SIZES, row.sizes, np.int64))
     return pa.Array.from_buffers(kind, 1, [None], children=members)
 
 
-def _list_array(kind: pa.ListType, values: Sequence[int] | NDArray[np.uint32], dtype: type[np.integer]) -> pa.Array:
+def _list_array(kind: pa.ListType, values: Sequence[int], dtype: type[np.integer]) -> pa.Array:
     items = pa.Array.from_buffers(kind.value_type, len(values), [None, _int_buffer(values, dtype)])
     return pa.Array.from_buffers(kind, 1, [None, _int_buffer([0, len(values)], np.int32)], children=[items])
 
 
-def _int_buffer(values: Sequence[int] | NDArray[np.uint32], dtype: type[np.integer]) -> pa.Buffer:
-    """The numbers as a buffer; of an array, its own memory: checksums are filled in later."""
-    return pa.py_buffer(np.asarray(values, dtype))
-
-
-def _tuple(sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if sizes is None else tuple(sizes)
+def _int_buffer(values: Sequence[int], dtype: type[np.integer]) -> pa.Buffer:
+    return pa.py_buffer(np.array(values, dtype))

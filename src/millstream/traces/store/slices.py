@@ -1,6 +1,7 @@
-"""The bytes of a tensor as slices along its axes, each compressed on its own."""
+"""The bytes of a tensor as slices along its axes, each compressed on its own, with a CRC-32C."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -9,9 +10,18 @@ from operator import mul
 import numpy as np
 import pyarrow as pa
 
-from millstream.core.record import Bytes, Tensor
+from millstream.core.record import Bytes, Tensor, crc32c
 
 MIN_SLICE_BYTES = 4096  # a tensor of smaller slices is cut along fewer axes, or stored whole
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of one tensor as stored. `sizes` are the bytes of each slice; None if not compressed."""
+
+    data: Bytes
+    crc32c: tuple[int, ...]
+    sizes: tuple[int, ...] | None
 
 
 def num_slices(kind: Tensor, shape: Sequence[int]) -> int:
@@ -29,11 +39,14 @@ def slice_counts(kind: Tensor, shape: Sequence[int]) -> list[int]:
     return list(accumulate((shape[axis] for axis in kind.order[:depth]), mul, initial=1))
 
 
-def to_slices(data: Bytes, num: int, itemsize: int, compression: str) -> tuple[Bytes, list[int]]:
-    """The bytes of a tensor cut into slices, each compressed on its own, and their sizes."""
+def to_slices(data: Bytes, num: int, itemsize: int, compression: str) -> Slices:
+    """Cut the bytes of a tensor into slices, compress and checksum them."""
     parts = data.reshape(num, -1) if data.size else data.reshape(1, 0)
+    if compression == "none":
+        return Slices(data, tuple(crc32c(part) for part in parts), None)
     compressed = [_compress(part, itemsize, compression) for part in parts]
-    return np.frombuffer(b"".join(compressed), np.uint8), list(map(len, compressed))
+    joined = np.frombuffer(b"".join(compressed), np.uint8)
+    return Slices(joined, tuple(map(crc32c, compressed)), tuple(map(len, compressed)))
 
 
 def decompress(stored: Bytes, out: Bytes, itemsize: int, compression: str) -> None:
