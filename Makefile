@@ -17,7 +17,7 @@ define install_locked
 	$(PIP) install --no-deps --no-build-isolation -e .
 endef
 
-.PHONY: install lock check test docs demo demo-llm bench clean
+.PHONY: install lock check test test-all-pythons docs demo demo-llm bench clean
 
 install: $(VENV)/installed
 
@@ -37,6 +37,10 @@ check: install
 
 test: install
 	$(BIN)/pytest
+
+# The suite on the default Python; on each other one, a smoke test of the wheel in an empty environment.
+test-all-pythons: test
+	$(BIN)/python tests/smoke.py
 
 # NO_MKDOCS_2_WARNING silences mkdocs-material's notice about MkDocs 2.
 docs: install

@@ -2,13 +2,12 @@
 
     python docs/make_reference.py
 
-The text between `<!-- commands -->`, `<!-- errors -->`, `<!-- layouts -->` or `<!-- settings: NAME -->` and
+The text between `<!-- commands: GROUP, ... -->`, `<!-- errors -->`, `<!-- layouts -->` or `<!-- settings: NAME -->` and
 `<!-- end -->` is replaced with what the command line, errors.py, layouts.py or a dataclass of settings says.
 """
 
 import inspect
 import re
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,18 @@ def expand(markdown: str) -> str:
     """The page with its generated parts as they are now."""
 
     def part(match: re.Match[str]) -> str:
-        text = {"commands": commands, "errors": errors, "layouts": layouts}.get(match[1]) or partial(
-            settings_table, match[2]
-        )
-        return f"<!-- {match[1]} -->\n\n{text()}\n\n<!-- end -->"
+        what, _, names = match[1].partition(": ")
+        text = {"commands": commands, "settings": settings_table}.get(what)
+        made = text(names) if text else {"errors": errors, "layouts": layouts}[what]()
+        return f"<!-- {match[1]} -->\n\n{made}\n\n<!-- end -->"
 
     return re.sub(
-        r"<!-- (commands|errors|layouts|settings: (\w+)) -->\n.*?<!-- end -->", part, markdown, flags=re.DOTALL
+        r"<!-- (errors|layouts|(?:commands|settings): [^>]+) -->\n.*?<!-- end -->", part, markdown, flags=re.DOTALL
     )
 
 
-def commands() -> str:
-    """A section per command, grouped as in `millstream --help`, with its usage, help, arguments and options."""
+def commands(groups: str) -> str:
+    """A section per command of these groups of `millstream --help`, with its usage, help, arguments and options."""
     import typer.main
 
     from millstream.cli.app import make_app
@@ -50,8 +49,8 @@ def commands() -> str:
     sections: dict[str, list[str]] = {}
     for name in group.list_commands(None):
         command = group.commands[name]
-        sections.setdefault(command.rich_help_panel, []).append(_command(name, command))
-    return "\n\n".join(text for title, found in sections.items() for text in [f"## {title}", *found])
+        sections.setdefault(command.rich_help_panel.partition(":")[0], []).append(_command(name, command))
+    return "\n\n".join(text for title in groups.split(", ") for text in [f"## {title}", *sections[title]])
 
 
 def errors() -> str:

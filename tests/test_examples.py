@@ -103,7 +103,7 @@ def test_the_notebook_runs_on_the_output_of_the_scripts(
     for cell in CELLS:
         exec(compile(cell, "explore.ipynb", "exec"), names)
     kept = [output for cell in NOTEBOOK["cells"] for output in cell.get("outputs", []) if "data" in output]
-    assert len(drawn) == len(kept) == 4
+    assert len(drawn) == 4 and len(kept) == 7
     assert "Where does" in capsys.readouterr().out
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from millstream.traces.store.writer import TraceWriter
     from millstream.training.run import train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Collection",
     "Loader",

@@ -63,7 +63,7 @@ def table_of(rows: list[Row]) -> TableBlock:
 
 def drawn(name: str = "roc") -> FiguresBlock:
     evil = "<b>x</b> & y"
-    looks = {evil: Look(LINES[0], named=True)}
+    looks = {evil: Look(LINES[0])}
     with style():
         return FiguresBlock([curve_drawing((name, evil, evil), ("x", evil), {evil: Curve([0, 1], [0, 1])}, looks)])
 
@@ -109,7 +109,7 @@ def test_invalid_unicode_does_not_break_the_page(tmp_path: Path):
 
 def test_an_empty_section_gives_its_reason_and_facts_without_a_value_are_omitted(tmp_path: Path):
     text = written(page_of(), tmp_path)
-    assert text.count('class="missing"') == 5 and "Left out: nothing here." in text  # findings, three sections more
+    assert text.count('class="missing"') == 6 and "Left out: nothing here." in text  # findings, four sections more
     assert ">one<" in text and ">none<" not in text
 
 
@@ -126,7 +126,7 @@ def test_a_failed_page_keeps_the_old_one(tmp_path: Path):
     old = tmp_path / "page.html"
     old.write_text("old")
     with pytest.raises(AttributeError):
-        write_page(page_of(TextBlock("x"), findings=None, facts=None), old)
+        write_page(page_of(TextBlock("x"), facts=None), old)
     assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
 
 

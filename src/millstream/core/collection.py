@@ -113,6 +113,12 @@ class Collection(ABC):
         """The Parquet file of labels next to the records, if there is one; `ms.labelled` joins it."""
         return None
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from millstream.core.notebook import collection_html
+
+        return collection_html(self)
+
     @property
     def lineage(self) -> str:
         """Which splits this is a subset of, so that splitting it again is an independent draw."""

@@ -222,7 +222,8 @@ class Setting:
     @property
     def type(self) -> str:
         """In words: `integer or none`."""
-        return " or ".join(_TYPES[kind] for kind in self.types)
+        # Sorted: typing caches unions by their set of types, so that their order depends on what was imported first.
+        return " or ".join(sorted((_TYPES[kind] for kind in self.types), key=lambda name: (name == "none", name)))
 
 
 def list_settings(kind: type[Any], prefix: str = "") -> list[Setting]:

@@ -74,6 +74,8 @@ def copy(source: str | Path, target: str | Path) -> Copied:
         if str(target).endswith("/") or (not isinstance(end, RemotePath) and end.is_dir()):
             end = end / start.name
         items = [_Item(end.name + item.name.removeprefix(start.name), item.source, item.version) for item in items]
+    if end == start:
+        raise BadSetting(f"{source}: source and target are the same. Choose another target")
     return _Copy(start, end, items, is_folder=is_folder).run()
 
 

@@ -80,6 +80,11 @@ class Split:
 
     def report(self, field: str | None = None) -> str:
         """Records and keys per split; with a field, also the share of each of its values."""
+        rows = self._counts(field)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+    def _counts(self, field: str | None = None) -> list[list[str]]:
         codes = np.concatenate([np.empty(0, np.uint8), *_assign(self._collection, self.rule)])
         rows: list[list[str]] = [["split", "records", "share", "keys"]]
         keys = None if self.rule.by is None else codes_of(self._collection.column(self.rule.by))[0]
@@ -93,12 +98,21 @@ class Split:
             counts = np.bincount(classes[mine][known], minlength=len(names)) if names else np.empty(0, np.int64)
             shares = [f"{count / max(len(subset), 1):.1%}" for count in counts.tolist()]
             rows.append([name, str(len(subset)), share, str(num_keys), *shares])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return rows
 
     def __repr__(self) -> str:
-        by = self.rule.by or "record number"
-        return f"Split of {len(self._collection)} records by {by}\n{self.report()}"
+        return f"{self._title}\n{self.report()}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from millstream.core.notebook import table_html
+
+        names, *rows = self._counts()
+        return table_html(self._title, names, rows)
+
+    @property
+    def _title(self) -> str:
+        return f"Split of {len(self._collection)} records by {self.rule.by or 'record number'}"
 
     @checked
     def save(self, path: str | Path) -> None:

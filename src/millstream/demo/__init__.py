@@ -29,7 +29,7 @@ def demo(
     from millstream.demo import stories
 
     stories.check_half(only)
-    stories.check_local(path)
+    stories.make_folder(path)
     if only != "reads":
         stories.run_traces(path, stories.story_of(model))
     if only != "traces":

@@ -156,9 +156,16 @@ def check_half(name: str | None) -> None:
         raise BadSetting(f"--only {name}: must be one of traces, reads")
 
 
-def check_local(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Before anything is trained."""
     if is_url(path):
         raise BadSetting(f"{path}: the demo runs in a local folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadSetting(
+            f"{path}: cannot be made ({error.strerror}). Choose another folder: millstream demo FOLDER"
+        ) from None
 
 
 def _kill_halfway(command: list[str], path: Path, total: int) -> None:

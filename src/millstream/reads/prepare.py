@@ -13,7 +13,7 @@ from millstream.core.console import progress, say, silent
 from millstream.core.engine import Engine
 from millstream.core.outputs import STDOUT
 from millstream.core.remote import to_path
-from millstream.errors import BadSetting
+from millstream.errors import BadSetting, BadSource
 from millstream.reads.files.columns import OnMismatch
 from millstream.reads.files.index import IndexSettings, check_memory
 from millstream.reads.mapping import MappingSource
@@ -136,6 +136,8 @@ def pack(
     given = [sources] if isinstance(sources, str | Path) else sources
     files = [file for source in given for file in expand(source, in_order=True)]
     settings = _settings(header_regex, columns, on_mismatch, salvage=salvage, unverified=unverified)
+    if reference is not None and not to_path(reference).is_file():
+        raise BadSource(f"{reference}: no such file, which was given as the reference of a CRAM")
     size = sum(file.stat().st_size for file in files if file.exists())
     write = partial(
         write_pack, settings=settings, names=names, quality=quality, rebuild=rebuild,

@@ -111,15 +111,17 @@ class Report:
 
     def write_page(self, out: Path, drawings: "Sequence[Drawing] | None" = None) -> Path:
         """Write the page alone, complete or not at all; with these figures, if they are already drawn."""
+        from millstream.report.drawing import OVERVIEW
         from millstream.report.page import Page, write_page
 
-        results = self.results
+        results, drawings = self.results, self.draw() if drawings is None else drawings
         page = Page(
             what=self.comparison.what,
             title=self.title,
             facts=self.facts,
             findings=results.findings,
-            sections=self.sections(self.draw() if drawings is None else drawings),
+            overview=next((drawing for drawing in drawings if drawing.name == OVERVIEW), None),
+            sections=self.sections([drawing for drawing in drawings if drawing.name != OVERVIEW]),
             settings=results.config,
             environment=results.environment,
             not_run=results.missing,

@@ -12,7 +12,7 @@ import numpy as np
 from millstream.core.console import format_bytes
 from millstream.errors import MissingExtra
 from millstream.report import STYLE_SHEET
-from millstream.report.measures import Curve, spaced
+from millstream.report.measures import Curve, Interval, spaced
 
 try:
     import matplotlib
@@ -28,10 +28,12 @@ PALETTE: dict[str, tuple[str, str]] = {
         r"--(\w+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", STYLE_SHEET.read_text()
     )
 }
-INK, GRID, GREY = (PALETTE[name][0] for name in ("ink", "grid", "grey"))
+INK, GRID = (PALETTE[name][0] for name in ("ink", "grid"))
 LINES = [light for name, (light, _) in PALETTE.items() if name.startswith("line")]
 DASHES: tuple[Any, ...] = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 DOTTED: Any = (0, (1, 2))
+MAX_LINES = 5  # models in a figure
+OVERVIEW = "overview"  # the name of the figure that a page begins with
 _MAX_POINTS = 160  # per line: more would not be visible, and the page stays small
 _STYLE = {
     "svg.fonttype": "none",
@@ -101,26 +103,21 @@ def style(more: Mapping[str, object] | None = None) -> AbstractContextManager[No
 
 @dataclass(frozen=True)
 class Look:
-    """How the lines of a model are drawn in every figure; unnamed ones are grey, and "others" in the legend."""
+    """How the lines of a model are drawn in every figure."""
 
-    colour: str = GREY
+    colour: str
     dashes: Any = "-"
-    width: float = 0.8
-    named: bool = False
+    width: float = 1.7
 
     def options(self, label: str) -> dict[str, Any]:
-        own = {"color": self.colour, "linestyle": self.dashes, "linewidth": self.width}
-        return {**own, "zorder": 3 if self.named else 2, "label": label if self.named else "_"}
+        return {"color": self.colour, "linestyle": self.dashes, "linewidth": self.width, "zorder": 3, "label": label}
 
 
-def looks_of(names: Sequence[str], *, solid: Sequence[str], dashed: Sequence[str]) -> dict[str, Look]:
-    """Colours for the solid and dashed lines, as far as colours go; grey for all others."""
-    looks = {name: Look() for name in names}
+def looks_of(*, solid: Sequence[str], dashed: Sequence[str]) -> dict[str, Look]:
+    """A colour for each line, of which there are at most `MAX_LINES`."""
     styles = [*((name, "-") for name in solid)]
     styles += [(name, DASHES[place % len(DASHES)]) for place, name in enumerate(dashed)]
-    for colour, (name, dashes) in zip(LINES, styles, strict=False):
-        looks[name] = Look(colour, dashes, 1.7, True)
-    return looks
+    return {name: Look(colour, dashes) for colour, (name, dashes) in zip(LINES, styles, strict=False)}
 
 
 def new_axes(x: str, y: str, size: tuple[float, float] = (4.6, 3.8)) -> tuple[Figure, Any]:
@@ -139,10 +136,8 @@ def axes_of(drawing: Drawing) -> Any:
     return figure.axes[0]
 
 
-def legend(figure: Any, axes: Any, *, grey: bool = False) -> None:
-    """A legend below the axes, where no line crosses it; one entry for all grey lines."""
-    if grey:
-        axes.plot([], [], color=GREY, linewidth=0.8, label="others")
+def legend(figure: Any, axes: Any) -> None:
+    """A legend below the axes, where no line crosses it."""
     if axes.get_legend_handles_labels()[1]:
         figure.legend(loc="outside lower center", ncols=2)
 
@@ -173,8 +168,36 @@ def curve_drawing(
         axes.set_xlim(*x_range)
     if y_range is not None:
         axes.set_ylim(*y_range)
-    legend(figure, axes, grey=any(not looks[name].named for name in curves))
+    legend(figure, axes)
     return Drawing(*about, figure)
+
+
+def overview_drawing(
+    title: str,
+    caption: str,
+    axis: str,
+    values: Mapping[str, Interval],
+    *,
+    looks: Mapping[str, Look],
+    chance: float | None,
+) -> Drawing:
+    """What to see first: one number per model with its interval, as dots below each other."""
+    if not values:
+        return Drawing(OVERVIEW, title, caption, None, "nothing was compared")
+    figure, axes = new_axes(axis, "", (5.4, 0.7 + 0.3 * len(values)))
+    for place, (name, value) in enumerate(values.items()):
+        colour = looks[name].colour
+        axes.plot([value.low, value.high], [place, place], color=colour, linewidth=2)
+        axes.plot([value.value], [place], color=colour, marker="o", markersize=7)
+        at = {"xytext": (6, 0), "textcoords": "offset points"}
+        axes.annotate(f"{value.value:.3f}", (value.high, place), va="center", **at)
+    axes.set_yticks(range(len(values)), list(values))
+    axes.set_ylim(len(values) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.margins(x=0.12)
+    if chance is not None:
+        axes.axvline(chance, color=INK, linewidth=0.9, linestyle=DOTTED)
+    return Drawing(OVERVIEW, title, caption, figure)
 
 
 def history_drawings(
@@ -186,7 +209,6 @@ def history_drawings(
 ) -> list[Drawing]:
     """A figure per number logged each epoch; `kinds` has its title, unit and caption. `what` is the kind of model."""
     drawings: list[Drawing] = []
-    order = {name: place for place, name in enumerate(looks)}
     for key, (title, unit, caption) in kinds.items():
         lines: dict[tuple[str, object], list[tuple[float, float]]] = {}
         for epoch in history:
@@ -198,19 +220,20 @@ def history_drawings(
             drawings.append(Drawing(key, title, caption, None, missing))
             continue
         figure, axes = new_axes("epoch", unit)
-        named: set[str] = set()
-        for (name, _), points in sorted(lines.items(), key=lambda line: order.get(line[0][0], len(order))):
-            look = looks.get(name, Look())
-            options = look.options(name if name not in named else "_") | {"linewidth": 1.2 if look.named else 0.8}
-            named.add(name)
-            axes.plot(*zip(*points, strict=True), **options, marker="o", markersize=2)
+        logged = {name: None for name, _ in lines}
+        names = sorted(logged, key=lambda name: (name not in looks, list(looks).index(name) if name in looks else 0))
+        for place, name in enumerate(names[:MAX_LINES]):
+            options = looks.get(name, Look(LINES[place])).options(name) | {"linewidth": 1.2}
+            for points in (some for (one, _), some in lines.items() if one == name):
+                axes.plot(*zip(*points, strict=True), **options, marker="o", markersize=2)
+                options["label"] = "_"  # one entry for all seeds
         axes.xaxis.get_major_locator().set_params(integer=True)
         epochs = {x for points in lines.values() for x, _ in points}
         if len(epochs) == 1:
             axes.set_xlim(min(epochs) - 1, min(epochs) + 1)  # else its tick would be among fractions
         is_count = all(float(y).is_integer() for points in lines.values() for _, y in points)
         axes.yaxis.get_major_locator().set_params(integer=is_count)
-        legend(figure, axes, grey=any(not looks.get(name, Look()).named for name in named))
+        legend(figure, axes)
         drawings.append(Drawing(key, title, caption, figure))
     return drawings
 

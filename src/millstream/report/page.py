@@ -108,6 +108,12 @@ class TextBlock:
 
 
 @dataclass(frozen=True)
+class ListBlock:
+    kind: ClassVar = "list"
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True)
 class HeadingBlock:
     kind: ClassVar = "heading"
     text: str
@@ -171,6 +177,7 @@ Block = (
     TableBlock
     | FiguresBlock
     | TextBlock
+    | ListBlock
     | HeadingBlock
     | KeyBlock
     | WordsBlock
@@ -199,7 +206,8 @@ class Page:
     what: str
     title: str  # the data they were compared on
     facts: Mapping[str, object]  # below the title; None is left out
-    findings: Sequence[str]
+    findings: Sequence[str]  # the first is what the page begins with
+    overview: Drawing | None = None  # below it
     sections: Sequence[Section]
     settings: Mapping[str, object]
     environment: Mapping[str, object]
@@ -216,14 +224,19 @@ def write_page(page: Page, out: Path) -> Path:
         lstrip_blocks=True,
     )
     environment.filters["clipped"] = partial(clipped, length=_MAX_TEXT)
+    others = page.findings[1:]
+    findings = Section("findings", "More findings", [ListBlock(others)] if others else [], "None.", "Findings")
+    overview = FiguresBlock([page.overview] if page.overview else [], is_large=True)
     sections = [
-        *page.sections,
+        *page.sections[:1],
+        findings,
+        *page.sections[1:],
         _pairs_section("settings", "Settings", page.settings, "Left out: the run did not record its settings."),
         _pairs_section("environment", "Environment", page.environment, "Left out: the run did not record it."),
         _pairs_section("not-run", "Not run", page.not_run, f"None: every requested {page.what} has run."),
     ]
     facts = {name: str(value) for name, value in page.facts.items() if value is not None}
-    text = environment.get_template("page.html.j2").render(page=page, sections=sections, facts=facts)
+    text = environment.get_template("page.html.j2").render(page=page, overview=overview, sections=sections, facts=facts)
     _check_page(out)
     write_files({out.name: text.encode("utf-8", "replace")}, out.parent)
     return out

@@ -64,6 +64,21 @@ class Run:
     interrupted: bool = False
     is_first: bool = True  # whether this is the first of the processes that train together
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the comparison of its models and what it shows."""
+        from millstream.core.notebook import table_html
+        from millstream.report import report_of
+
+        try:
+            report = report_of(self.path)
+        except BadSource as error:  # no model is finished
+            return table_html(f"Run in {self.path}", [], [], [str(error)])
+        table = report.paper.known()
+        rows = [[column.shown(row, full=True) for column in table.columns] for row in table.rows]
+        return table_html(
+            f"Run in {self.path}", [column.title for column in table.columns], rows, report.results.findings
+        )
+
 
 @checked
 def train(

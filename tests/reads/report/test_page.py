@@ -22,6 +22,7 @@ from support.making_read_run import EVIL, MODELS, make_read_run
 
 SECTIONS = [
     "comparison",
+    "findings",
     "ranks",
     "thresholds",
     "differences",
@@ -89,7 +90,7 @@ def test_every_split_has_its_table_its_classes_and_its_figures(html: str, drawin
         "Training throughput",
         "Speed and macro F1",
     ]
-    assert titles[12:] == [*others, "Memory"]
+    assert titles[0] == "Macro F1" and titles[13:] == [*others, "Memory"]
 
 
 def test_ids_are_unique_and_the_page_is_small(html: str):
@@ -134,7 +135,7 @@ def test_a_page_without_models_says_so(results: ReadResults, tmp_path: Path):
 
 def test_many_classes_are_shown_as_confused_pairs_instead_of_a_matrix(tmp_path: Path):
     found = read_results(make_read_run(tmp_path, num_classes=42, num_reads=2000), resamples=20)
-    matrix = draw(replace(found, splits=["val"], metrics=Metrics()))[0]
+    matrix = draw(replace(found, splits=["val"], metrics=Metrics()))[1]
     assert matrix.figure is None and "42 classes" in matrix.missing
     text = page_of(found, tmp_path)
     assert "Most confused pairs of heldout" in text
@@ -142,7 +143,7 @@ def test_many_classes_are_shown_as_confused_pairs_instead_of_a_matrix(tmp_path: 
 
 def test_a_figure_without_data_is_not_drawn(results: ReadResults):
     few = replace(results, splits=["val"], metrics=Metrics())
-    names = ["confusion-val", "coverage-val", "threshold-val", "calibration-val", "parts", "speed"]
+    names = ["overview", "confusion-val", "coverage-val", "threshold-val", "calibration-val", "parts", "speed"]
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 

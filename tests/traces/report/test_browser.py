@@ -43,7 +43,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def opened(open_page: Callable[..., Any], file: Path, request: pytest.FixtureRequest) -> Report:
     width, scheme = getattr(request, "param", (1440, "light"))
-    return Report(open_page(file.as_uri(), width=width, scheme=scheme).page)
+    page = open_page(file.as_uri(), width=width, scheme=scheme).page
+    page.locator("summary", has_text="every measure").click()
+    return Report(page)
 
 
 def test_a_click_sorts_by_number_and_a_second_click_reverses(opened: Report):

@@ -22,6 +22,7 @@ from support.made_results import HOSTILE, made_results
 
 SECTIONS = [
     "comparison",
+    "findings",
     "differences",
     "transfer",
     "figures",
@@ -43,8 +44,8 @@ def html(results: Results, tmp_path_factory: pytest.TempPathFactory) -> str:
     """With a few figures only: writing them takes most of the time."""
     out = tmp_path_factory.mktemp("page") / "deep" / "report.html"
     drawings = draw(results)
-    assert len(drawings) == 12 and all(drawing.figure for drawing in drawings)
-    few = [drawing for drawing in drawings if drawing.name in ("roc", "layers")]
+    assert len(drawings) == 13 and all(drawing.figure for drawing in drawings)
+    few = [drawing for drawing in drawings if drawing.name in ("overview", "roc", "layers")]
     assert report_on(results).write_page(out, few) == out
     return out.read_text()
 
@@ -61,13 +62,21 @@ def nothing(results: Results) -> Results:
     return replace(results, **empty, **tables, metrics=Metrics(), num_test=0, num_wrong=0, prevalence=math.nan)
 
 
-def test_findings_come_before_the_sections_in_order(html: str, results: Results):
+def test_the_page_begins_with_one_finding_and_one_figure_then_come_the_main_detectors(html: str, results: Results):
     places = [html.index(f'<section id="{name}"') for name in SECTIONS]
     assert places == sorted(places)
-    assert html.index(results.findings[0]) < places[0]
+    first = html.index(results.findings[0]), html.index('<figure id="figure-overview"')
+    assert [*first, places[0]] == sorted([*first, places[0]])
+    assert all(places[1] < html.index(finding) < places[2] for finding in results.findings[1:])
+    main, whole = (
+        html[html.index(f'class="sortable {name}"') :].count('<th scope="row"') for name in ("main", "comparison")
+    )
+    assert main - whole == 5 and html.index("sortable main") < html.index("<details") < html.index(
+        "sortable comparison"
+    )
     for text in ("traces/triviaqa", "Llama-3.2-3B", "2026-11-16", "10,240", "semantic_entropy", "chance 0.341"):
         assert text in html
-    assert html.count("<figure") == 2 and "gnn 0.871" in html
+    assert html.count("<figure") == 3 and "gnn 0.871" in html
 
 
 def test_hostile_text_is_escaped(results: Results, tmp_path: Path):
@@ -89,6 +98,7 @@ def test_missing_numbers_are_dashes(results: Results, tmp_path: Path):
     nan = math.nan
     blank = replace(results.models[0], name="blank", auroc=Interval(nan, nan, nan), prr=nan, brier=None, auroc_sd=None)
     text = page_of(replace(results, models=[results.models[1], blank]), tmp_path)
+    text = text[text.index('class="sortable comparison"') :]
     row = next(row for row in re.findall(r"<tr class=\"trained\">.*?</tr>", text, re.DOTALL) if "blank" in row)
     assert row.count("–") == 5  # the four above, and nothing chosen
     assert "nan" not in row and "None" not in row
@@ -97,7 +107,7 @@ def test_missing_numbers_are_dashes(results: Results, tmp_path: Path):
 def test_a_section_without_data_gives_its_reason(results: Results, tmp_path: Path):
     text = report_on(nothing(results)).write_page(tmp_path / "report.html").read_text()
     assert [name for name in SECTIONS if f'<section id="{name}"' not in text] == []
-    assert text.count('class="missing"') == 21  # findings, eight sections, twelve figures
+    assert text.count('class="missing"') == 22  # findings, nine sections, twelve figures
     assert "<figure" not in text and "<table" not in text
 
 
@@ -109,7 +119,7 @@ def test_one_model_and_one_seed_are_enough(results: Results, tmp_path: Path):
 
 def test_a_figure_without_data_is_not_drawn(results: Results):
     few = replace(results, models=results.models[:2], metrics=Metrics(), probe_layers={})
-    names = ["roc", "pr", "calibration", "risk_coverage", "length", "learning"]
+    names = ["overview", "roc", "pr", "calibration", "risk_coverage", "length", "learning"]
     assert [drawing.name for drawing in draw(few) if drawing.figure] == names
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from millstream.report.drawing import (
     DOTTED,
     INK,
     LINES,
+    MAX_LINES,
     Drawing,
     Look,
     axes_of,
@@ -26,6 +28,7 @@ from millstream.report.drawing import (
     looks_of,
     memory_drawing,
     new_axes,
+    overview_drawing,
     style,
 )
 from millstream.report.measures import Curve
@@ -43,12 +46,17 @@ _HISTORY = {
 
 
 def draw(results: ReadResults) -> list[Drawing]:
-    """Every figure of the report, in its order; confusion matrices are of the best model."""
+    """Every figure of the report, in its order, of the best models on validation; confusion matrices of the best."""
+    results = replace(results, models=results.models[:MAX_LINES])
     names = [model.name for model in results.models]
-    looks = looks_of(names, solid=names[:1], dashed=names[1:])
+    looks = looks_of(solid=names[:1], dashed=names[1:])
     ids = split_ids(results.splits)
+    split = results.splits[0] if results.splits else VAL
+    values = {model.name: model.splits[split].macro_f1 for model in results.models}
+    caption = f"On {split}, with 95 % intervals over its {results.what}: the best classifiers on validation."
     with style():
         return [
+            overview_drawing("Macro F1", caption, "macro F1", values, looks=looks, chance=None),
             *_matrices(results, ids),
             *(_coverage(results, split, ids[split], looks) for split in results.splits),
             *(_thresholds(results, split, ids[split]) for split in results.splits),
@@ -124,7 +132,7 @@ def _thresholds(results: ReadResults, split: str, id: str) -> Drawing:
             name: Curve([*found.threshold.tolist(), 0.0], [*some.tolist(), float(some[-1])])
             for name, some in lines.items()
         },
-        {name: Look(LINES[at], ("-", *DASHES)[at], 1.7, True) for at, name in enumerate(lines)},
+        {name: Look(LINES[at], ("-", *DASHES)[at]) for at, name in enumerate(lines)},
         x_range=(0, 1.01),
         y_range=(0, 1.02),
     )
@@ -168,7 +176,7 @@ def _splits(results: ReadResults, looks: Mapping[str, Look]) -> Drawing:
     axes.set_xticks(range(len(results.splits)), [clipped(split, 18) for split in results.splits])
     axes.set_xlim(-0.5, len(results.splits) - 0.5)
     axes.set_ylim(None, min(1.005, axes.get_ylim()[1]))
-    legend(figure, axes, grey=not all(look.named for look in looks.values()))
+    legend(figure, axes)
     return Drawing(*about, figure)
 
 
@@ -186,7 +194,7 @@ def _speed(models: Sequence[ModelResult], looks: Mapping[str, Look]) -> Drawing:
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if max(speeds) < 20 * min(speeds) else (1,)))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    legend(figure, axes, grey=not all(look.named for look in looks.values()))
+    legend(figure, axes)
     return Drawing(*about, figure)
 
 

@@ -1,7 +1,7 @@
 """The report on detectors: its columns and the sections of its page."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from millstream.report.drawing import Drawing
 from millstream.report.measures import Interval
 from millstream.report.page import (
     CardsBlock,
+    FoldBlock,
     KeyBlock,
     Scale,
     Section,
@@ -20,9 +21,9 @@ from millstream.report.page import (
     difference_section,
     figure_section,
 )
-from millstream.report.tables import Column, Comparison, Table, branch, chosen_text, grouped, shown, titled
+from millstream.report.tables import Column, Comparison, Table, branch, chosen_text, counted, grouped, shown, titled
 from millstream.traces.report.evaluate import read_results
-from millstream.traces.report.figures import draw
+from millstream.traces.report.figures import draw, main_models
 from millstream.traces.report.results import Mistake, ModelResult, Results
 from millstream.traces.report.tokens import token_lines, token_section, token_tables
 from millstream.traces.report.transfer import (
@@ -115,6 +116,7 @@ _MEASURES: tuple[Column[ModelResult], ...] = grouped(
         ),
     }
 )
+_MAIN = ("auroc", "aupr", "accuracy_kept", "ece_platt", "score_ms", "trace_kb")
 _PAPER = ("auroc", "auroc_sd", "aupr", "aupr_right", "fpr_at_95_tpr", "f1", "brier_platt", "ece_platt", "aurc", "fit_s")
 _TERMINAL = {
     "accuracy_kept": "accuracy, 80 %",
@@ -224,8 +226,7 @@ def _sections(results: Results, transfer: Matrix | None, drawings: Sequence[Draw
         *([] if is_evaluation else [transfer_section(transfer, heat_maps)]),
         figure_section(
             [drawing for drawing in drawings if drawing not in heat_maps],
-            text="In colour: the trained detectors (solid) and the three best baselines on validation (dashed). Curves "
-            "show the first seed.",
+            text="The main detectors, trained ones solid and baselines dashed. Curves show the first seed.",
         ),
         _mistake_section(results.mistakes),
         _data_section(results.data),
@@ -244,19 +245,29 @@ def _comparison_section(results: Results) -> Section:
         "baseline": "baseline",
         "null": "null model: a trained detector without the graph or the token statistics",
     }
-    block = TableBlock(
-        table=_comparison(results).without("title"),
-        label="Comparison of detectors",
-        css="comparison",
-        sort=("auroc", "descending"),
-        plot=("auroc", Scale.of([model.auroc for model in models], reference=0.5)),
-        notes={"auroc": "chance 0.500", "aupr": f"chance {shown(results.prevalence)}"},
-        row_css=lambda model: model.kind,
-        row_note=lambda model: model.title,
-    )
+    table = _comparison(results).without("title")
+
+    def block(table: Table[ModelResult], label: str, css: str) -> TableBlock:
+        return TableBlock(
+            table=table,
+            label=label,
+            css=css,
+            sort=("auroc", "descending"),
+            plot=("auroc", Scale.of([model.auroc for model in models], reference=0.5)),
+            notes={"auroc": "chance 0.500", "aupr": f"chance {shown(results.prevalence)}"},
+            row_css=lambda model: model.kind,
+            row_note=lambda model: model.title,
+        )
+
+    main = replace(table, rows=main_models(models)).only("name", *_MAIN)
     words = [{model.name: model.title for model in models}, {one.title: one.hint for one in _MEASURES}]
-    explained = WordsBlock("What the detectors and the columns mean", words)
-    blocks = [TextBlock(text), KeyBlock(marks), block, explained] if models else []
+    whole = [
+        KeyBlock(marks),
+        block(table, "Comparison of all detectors", "comparison"),
+        WordsBlock("What the detectors and the columns mean", words),
+    ]
+    summary = f"{counted(len(models), 'detector')}, every measure"
+    blocks = [TextBlock(text), block(main, "Main detectors", "main"), FoldBlock(summary, whole)] if models else []
     return Section("comparison", "Comparison", blocks, "Left out: no detector has scores.")
 
 

@@ -8,6 +8,7 @@ from millstream.report.drawing import (
     DOTTED,
     INK,
     LINES,
+    MAX_LINES,
     Drawing,
     Look,
     axes_of,
@@ -15,11 +16,12 @@ from millstream.report.drawing import (
     history_drawings,
     looks_of,
     memory_drawing,
+    overview_drawing,
     style,
 )
 from millstream.report.measures import Curve
 from millstream.report.tables import shown
-from millstream.traces.report.findings import BASELINE, TRAINED
+from millstream.traces.report.findings import BASELINE, LOGPROB, PROBE, TRAINED
 from millstream.traces.report.results import ModelResult, Results
 
 _HISTORY = {
@@ -31,14 +33,18 @@ _HISTORY = {
 
 
 def draw(results: Results) -> list[Drawing]:
-    """Every figure of the report, in its order."""
-    models = results.models
-    baselines = sorted((m for m in models if m.kind == BASELINE), key=lambda m: m.auroc_val, reverse=True)
+    """Every figure of the report, in its order: of the main models."""
+    models = main_models(results.models)
     trained = [model.name for model in models if model.kind == TRAINED]
-    looks = looks_of([m.name for m in models], solid=trained, dashed=[m.name for m in baselines[:3]])
+    looks = looks_of(solid=trained, dashed=[model.name for model in models if model.kind != TRAINED])
+    about = (
+        "AUROC",
+        "With 95 % intervals over questions: the best detectors of each kind on validation. Dotted: chance.",
+    )
     with style():
         return [
-            *_curves(results, looks),
+            overview_drawing(*about, "AUROC", {model.name: model.auroc for model in models}, looks=looks, chance=0.5),
+            *_curves(results, models, looks),
             *history_drawings(results.metrics.history, _HISTORY, looks, what="detector"),
             _layers(results.probe_layers),
             _lengths(models, looks),
@@ -47,9 +53,21 @@ def draw(results: Results) -> list[Drawing]:
         ]
 
 
-def _curves(results: Results, looks: Mapping[str, Look]) -> list[Drawing]:
+def main_models(models: Sequence[ModelResult]) -> list[ModelResult]:
+    """At most five, in their order: the best trained one and the best probe on validation, the mean log-probability,
+    then other trained ones, then baselines."""
+    ranked = sorted((model for model in models if model.kind in (TRAINED, BASELINE)), key=lambda one: -one.auroc_val)
+    trained = [model.name for model in ranked if model.kind == TRAINED]
+    probes = [model.name for model in ranked if model.name.startswith(PROBE)]
+    wanted = [*trained[:1], *probes[:1], LOGPROB, *trained[1:], *(model.name for model in ranked)]
+    known = {model.name for model in models}
+    chosen = [name for name in dict.fromkeys(wanted) if name in known][:MAX_LINES]
+    return [model for model in models if model.name in chosen]
+
+
+def _curves(results: Results, models: Sequence[ModelResult], looks: Mapping[str, Look]) -> list[Drawing]:
     def curves(of: Callable[[ModelResult], Curve]) -> dict[str, Curve]:
-        return {model.name: of(model) for model in results.models if len(of(model).x) > 1}
+        return {model.name: of(model) for model in models if len(of(model).x) > 1}
 
     diagonal = ((0.0, 1.0), (0.0, 1.0))
     level = ((0.0, 1.0), (results.prevalence, results.prevalence))
@@ -77,8 +95,7 @@ def _curves(results: Results, looks: Mapping[str, Look]) -> list[Drawing]:
     calibration = curve(
         ("calibration", "Calibration", caption),
         ("probability that the answer is wrong", "share of wrong answers"),
-        # Few and noisy points: grey lines would hide the others.
-        {name: line for name, line in curves(lambda m: m.calibration).items() if looks[name].named},
+        curves(lambda m: m.calibration),
         reference=diagonal,
         marker=3,
         y_range=high,
@@ -120,8 +137,7 @@ def _learning(models: Sequence[ModelResult], looks: Mapping[str, Look]) -> Drawi
 def _layers(probe_layers: Mapping[str, Curve]) -> Drawing:
     styles = [("-", *DASHES)[place % (len(DASHES) + 1)] for place in range(len(probe_layers))]
     looks = {
-        position: Look(LINES[place % len(LINES)], styles[place], 1.5, True)
-        for place, position in enumerate(probe_layers)
+        position: Look(LINES[place % len(LINES)], styles[place], 1.5) for place, position in enumerate(probe_layers)
     }
     drawing = curve_drawing(
         ("layers", "AUROC by layer", "Probes, on validation: the layers at which wrong answers can be detected."),

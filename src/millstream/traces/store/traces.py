@@ -271,7 +271,7 @@ class Traces(Collection):
         open_shards = len(list_shards(self.path)[1]) if is_local and self.path.exists() else 0
         unsealed = f", {plural(open_shards, 'shard')} not sealed yet" if open_shards else ""
         fields = ", ".join(f"{name} {kind}" for name, kind in self.fields.items())
-        size = f"{len(self)} records in {len(self.shards)} shards, {format_bytes(self.num_bytes)}"
+        size = f"{len(self)} records in {plural(len(self.shards), 'shard')}, {format_bytes(self.num_bytes)}"
         return f"Traces({str(self.path)!r}: {size}{unsealed})\n  {fields}"
 
     def _check(self, number: int) -> int:

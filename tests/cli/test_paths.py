@@ -1,4 +1,4 @@
-"""Every path that a command takes may be a URL: the command works, or says in one line why not."""
+"""Every path that a command takes may be wrong, or a URL: the command works, or says in one line why not."""
 
 import os
 import pickle
@@ -171,6 +171,41 @@ def run_and_check(words: list[str]) -> tuple[int, str]:
         shutil.rmtree(path)
     assert not wrong
     return code, lines[-1] if lines else ""
+
+
+PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40
+WRONG = {  # paths to read, and to write
+    "@": ("missing", "picture.png", "empty", "folder/", "a.fa/inside"),
+    "@new": ("traces", "a.fa", "a.fa/inside", "/proc/new/x"),
+}
+WORKS = {  # paths that are not wrong for these commands, or not named
+    ("copy", "source"): {"picture.png", "empty"},  # any file may be copied, though not as another one
+    ("simulate", "--mapping"): {"missing"},  # it is written
+    ("simulate", "--index-dir"): {"traces"},
+    ("index", "--index-dir"): {"traces"},
+    ("pack", "paths"): {"traces"},  # into the folder
+    ("pack", "--reference"): {"picture.png", "empty"},  # read for a CRAM only
+    ("classify", "--index-dir"): {"traces"},
+    ("fetch", "--index-dir"): {"traces"},
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_wrong_paths_are_refused_in_one_line_that_names_them(
+    world: str, case: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_: None)
+    for name, content in (("picture.png", PICTURE), ("empty", b"")):
+        Path(name).write_bytes(content)
+    Path("folder").mkdir(exist_ok=True)
+    Path("missing").unlink(missing_ok=True)
+    found: dict[str, str] = {}
+    wrongs = WRONG["@new" if "@new" in CASES[case] else "@"]
+    for wrong in wrongs[2:] if case[0] == "demo" else wrongs:  # the demo may go into any folder
+        code, said = run_and_check([re.sub(r"@.*", wrong, word) for word in shlex.split(CASES[case])])
+        if code == 0 or wrong.strip("/").split("/")[0] not in said:
+            found[wrong] = said
+    assert set(found) == WORKS.get(case, set()), found
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
