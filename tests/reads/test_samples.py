@@ -1,6 +1,7 @@
 """Several samples with one table, and reads from stdin, give what each file alone gives."""
 
 import gzip
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.errors import BadSetting
 from millstream.reads.classify import classify
 from millstream.reads.scorer import find_classifier
 from support.classifying import READS, make_run
@@ -34,7 +36,7 @@ def cells(path: Path) -> list[list[str]]:
 def test_each_path_is_a_sample_with_its_own_files_and_a_column_of_the_table(made: Path, tmp_path: Path):
     command = ["classify", made / "run", made / "a.fa", made / "b.fq.gz", made / "pooled", "-o", tmp_path / "out"]
     code, text, err = run_here(*command, "--table", tmp_path / "all.tsv", "--json")
-    assert code == 0, err
+    assert code == 0 and err.count("kmer-linear seed 0") == 1, err
     assert json.loads(text)["num_rows"] == 4 * READS
     head, *rows = cells(tmp_path / "all.tsv")
     assert head == ["class", "tax_id", "taxon", "rank", "a", "b", "pooled"]
@@ -92,3 +94,29 @@ def test_reads_from_stdin_give_the_rows_of_their_file_and_leave_nothing_behind(m
     assert (tmp_path / "o.tsv").read_bytes() == (tmp_path / "file.tsv").read_bytes()
     assert gzip.decompress((tmp_path / "c.fq.gz").read_bytes()) == gzip.decompress((made / "b.fq.gz").read_bytes())
     assert list((tmp_path / "spool").iterdir()) == []
+
+
+def test_a_sample_that_is_missing_is_noticed_before_any_is_classified(made: Path, tmp_path: Path):
+    samples = [made / "a.fa", tmp_path / "nothing.fa"]
+    code, _, err = run_here("classify", made / "run", *samples, "-o", tmp_path / "out", "--table", tmp_path / "t.tsv")
+    assert code == 1 and "nothing.fa: no such file" in err and not (tmp_path / "out").exists()
+
+
+def test_a_closed_stdout_is_one_line(made: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(BadSetting, match="stdout is closed"):
+        classify(made / "run", made / "a.fa", "-")
+
+
+def test_what_is_wrong_with_stdin_is_said_of_it_and_not_of_a_temporary_file(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    command = ["classify", made / "run", "-", "-o", tmp_path / "out.tsv"]
+    whole = (made / "b.fq.gz").read_bytes()
+    for data, says in ((b"", "-: empty"), (whole[: len(whole) // 2], "index FILE --unverified, where FILE is stdin")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code, _, err = run_here(*command)
+        assert code == 1 and says in err and "stdin-" not in err
+    monkeypatch.setattr(sys, "stdin", None)
+    code, _, err = run_here(*command)
+    assert code == 2 and "-: pipe reads into it" in err

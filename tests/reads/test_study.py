@@ -437,6 +437,14 @@ def test_neighbours_must_be_mates_and_mates_may_be_in_two_files(made: Path, tmp_
     assert numbers[160:164].tolist() == [160, 200, 161, 201]
     with pytest.raises(BadSource, match="not mates"):
         study(made, paired=True, data={**files, "val": f"{tmp_path / 'val_1.fa'},{made / 'pairs.fa'}"})
+    short = tmp_path / "short_2.fa"
+    short.write_text("".join((tmp_path / "val_2.fa").read_text().splitlines(True)[:-2]))
+    with pytest.raises(BadSource, match=r"has 40 reads, but .*short_2\.fa has 39"):
+        study(made, paired=True, data={**files, "val": f"{tmp_path / 'val_1.fa'},{short}"})
+    twice = f"{made / 'pairs.fa'},{made / 'pairs.fa'}"  # each with its mates as neighbours
+    assert study(made, paired=True, data={**files, "val": twice}).scored["val"].record_numbers(
+        np.arange(3)
+    ).tolist() == [0, 1, 2]
 
 
 def test_mates_in_two_files_are_held_out_together(made: Path, tmp_path: Path):

@@ -15,12 +15,13 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
@@ -50,6 +51,13 @@ RESUME = "Progress saved; free some space and run the same command again to resu
 _JOURNAL = "journal.json"
 _TEXT = "text"  # the only part of a TextOutput
 _VERSION = 2
+
+
+def stdout() -> BinaryIO:
+    """Stdout for an output; BadSetting if it is closed."""
+    if sys.stdout is None:
+        raise BadSetting(f"{STDOUT}: stdout is closed. Choose a file")
+    return sys.stdout.buffer
 
 
 def partial_folder(out: Path) -> Path:

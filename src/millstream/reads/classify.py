@@ -29,6 +29,7 @@ from millstream.core.outputs import (
 )
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
+from millstream.reads.calibration import Thresholds
 from millstream.reads.evidence import MOST_SETS, Evidence, EvidenceSum
 from millstream.reads.filtered import FilteredReads, Sample, check_outputs, filtered_paths
 from millstream.reads.kraken import Assignments, check_tax_ids, ranks_without_tax_ids
@@ -170,16 +171,8 @@ def classify(
         sides = [stack.enter_context(one) for one in opened]
         work = _Work(trained, file, len(collection), num_mates, sides)
         if not file.is_finished:
-            why = "the best on validation" if model is None else "as given"
-            score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
-            say(f"{trained.run}: {trained.name} seed {trained.seed}, {why}{score}")
-            if thresholds is not None:
-                say(thresholds.about)
-            if (reports.reports or least) and (ranks := ranks_without_tax_ids(trained.classes)):
-                say(
-                    f"{trained.run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
-                    f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
-                )
+            if not trained.is_loaded:
+                _describe(trained, thresholds, why="the best on validation" if model is None else "as given")
             settings = ScoreSettings(
                 num_mates,
                 least if thresholds is None else thresholds.values,
@@ -206,6 +199,18 @@ def classify(
     if not is_stdout:
         remember_finished(path, terms, work.state())
     return work.summary()
+
+
+def _describe(trained: TrainedClassifier, thresholds: Thresholds | None, *, why: str) -> None:
+    score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
+    say(f"{trained.run}: {trained.name} seed {trained.seed}, {why}{score}")
+    if thresholds is not None:
+        say(thresholds.about)
+    if ranks := ranks_without_tax_ids(trained.classes):
+        say(
+            f"{trained.run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
+            f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
+        )
 
 
 def _early(out: Path, terms: Mapping[str, object], engine: Engine, *, is_stdout: bool) -> EarlyRows:

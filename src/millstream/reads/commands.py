@@ -294,9 +294,8 @@ def unpack(
     ],
 ) -> None:
     """Write a packed file as the FASTA or FASTQ it was made from."""
-    import sys
-
     from millstream.core.console import progress, say, silent
+    from millstream.core.outputs import stdout
     from millstream.core.remote import to_path
     from millstream.reads.pack import PackFile
     from millstream.reads.pack.unpack import unpack as restore
@@ -304,7 +303,7 @@ def unpack(
     path, out = to_path(path), to_path(out)
     file = PackFile(path, memory=256 << 20)
     if str(out) == "-":  # a progress bar would mix with the sequences on the same terminal
-        restore(path, sys.stdout.buffer, progress=silent)
+        restore(path, stdout(), progress=silent)
         say(f"{path}: {file.records:,} reads; {file.fidelity}")
         return
     with progress("unpack", file.records, unit="reads") as update:
@@ -328,17 +327,16 @@ def fetch(
 
     As with samtools faidx, bases count from 1, both ends are included, and lines have 60 bases.
     """
-    import sys
     from contextlib import nullcontext
 
     from millstream.core.console import plural
-    from millstream.core.outputs import publishing_text
+    from millstream.core.outputs import publishing_text, stdout
     from millstream.core.remote import to_path
     from millstream.reads.kind import open as open_reads
     from millstream.reads.names import fasta_of
 
     out, is_stdout = to_path(out), str(out) == "-"
-    with nullcontext(sys.stdout.buffer.write) if is_stdout else publishing_text(out) as write:
+    with nullcontext(stdout().write) if is_stdout else publishing_text(out) as write:
         for text in fasta_of(open_reads(reads, index_dir=index_dir, memory=memory), names):
             write(text)
     if not is_stdout:

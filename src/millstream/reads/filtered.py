@@ -15,8 +15,9 @@ from millstream.core.files import check_replaceable
 from millstream.core.outputs import TextOutput, partial_folder, remember_finished
 from millstream.errors import BadSetting
 from millstream.reads.files import QUALITY, SEQUENCE
-from millstream.reads.open import by_part, read_lengths
+from millstream.reads.open import read_lengths
 from millstream.reads.pack import PackFile
+from millstream.reads.pairs import by_part
 from millstream.reads.reads import Part
 
 FASTA, FASTQ = (".fa", ".fasta", ".fna"), (".fq", ".fastq")

@@ -1,12 +1,11 @@
 """Where rows go: to stdout, or, until it is their turn in the output, to a folder beside it."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from millstream.core.files import publish
-from millstream.core.outputs import RESUME, PartialOutput
+from millstream.core.outputs import RESUME, PartialOutput, stdout
 from millstream.reads.rows import Rows
 
 Span = tuple[int, int]  # reads, from the first to before the last
@@ -19,7 +18,7 @@ class Stdout:
         self.out, self.terms, self.saved, self.is_finished = out, terms, saved, saved is not None
 
     def __enter__(self) -> "Stdout":
-        self._file = sys.stdout.buffer
+        self._file = stdout()
         return self
 
     def __exit__(self, *_: object) -> None:

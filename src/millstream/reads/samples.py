@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,10 @@ from millstream.core.engine import Engine
 from millstream.core.files import already_exists, no_space, publish, spool_root
 from millstream.core.outputs import STDOUT, check_new
 from millstream.core.remote import to_path
-from millstream.errors import BadSetting
+from millstream.errors import BadSetting, BadSource
 from millstream.reads.classify import Classified
-from millstream.reads.files.in_order import STDIN
-from millstream.reads.open import READ_NAMES
+from millstream.reads.files.in_order import STDIN, piped
+from millstream.reads.open import READ_NAMES, check_readable, read_files
 from millstream.reads.sample_reports import ABUNDANCE
 
 PIECE = 1 << 20
@@ -47,11 +46,17 @@ def stdin_as_file(reads: Sequence[str], engine: Engine) -> Generator[list[str]]:
         raise BadSetting("-: workers cannot read the stdin of this process. Save the reads first: cat > reads.fa")
     if len(reads) > 1:
         raise BadSetting(f"{' '.join(reads)}: stdin is one sample of its own. Give it alone, or files alone")
+    source = piped("millstream classify RUN - -o sample.tsv")
     with tempfile.TemporaryDirectory(prefix="stdin-", dir=spool_root()) as folder:
         path = Path(folder) / "stdin"
         with path.open("wb") as file, no_space(path, "Set MILLSTREAM_SPOOL_DIR to a folder with more space"):
-            shutil.copyfileobj(sys.stdin.buffer, file, PIECE)
-        yield [str(path)]
+            shutil.copyfileobj(source, file, PIECE)
+        try:
+            yield [str(path)]
+        except BadSource as error:
+            reason = str(error).replace(f"{path}:", f"{STDIN}:")
+            more = ", where FILE is stdin saved to a file" if str(path) in reason else ""
+            raise BadSource(reason.replace(str(path), "FILE") + more) from None
 
 
 def classify_samples(
@@ -69,6 +74,8 @@ def classify_samples(
     names = [sample_name(sample) for sample in samples]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise BadSetting(f"{first_few(twice)}: several samples have this name. Rename files, or run them separately")
+    for file in read_files([*samples, *mates]):
+        check_readable(file)
     if not table.exists():
         check_new(table)
     out.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,8 @@ from millstream.reads.open import (
     open_files,
     read_files,
     read_lengths,
-    shared_names,
 )
+from millstream.reads.pairs import shared_names
 from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import Part
 from millstream.reads.rows import RowFormat, Rows, joined_rows
@@ -82,7 +82,7 @@ class TrainedClassifier:
 
     def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
         """The model for records like these, and its net. Its weights are loaded once, for any number of samples."""
-        if self._loaded:
+        if self.is_loaded:
             (model,) = self._loaded
             model.fit_passes(collection)
         else:
@@ -91,6 +91,10 @@ class TrainedClassifier:
         model.arrays = {}  # the net has them
         net.eval()
         return model, net
+
+    @property
+    def is_loaded(self) -> bool:
+        return bool(self._loaded)
 
     @cached_property
     def _loaded(self) -> list[NetModel]:

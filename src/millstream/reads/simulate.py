@@ -1,6 +1,5 @@
 """Genomes -> labelled reads. Order, positions and errors of all reads are a function of the seed."""
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from millstream.core.config import Between, Count, Natural, NonNegative, Rate, c
 from millstream.core.console import Progress, silent
 from millstream.core.files import already_exists
 from millstream.core.order import Permutation, mix
-from millstream.core.outputs import STDOUT, find_finished, publishing_text, remember_finished
+from millstream.core.outputs import STDOUT, find_finished, publishing_text, remember_finished, stdout
 from millstream.core.record import crc32c
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.genomes import Genome, load_genomes
@@ -126,9 +125,7 @@ def simulate(
         raise already_exists(next(path for path, is_known in zip(files, known, strict=True) if is_known))
     is_fastq = [path.name.removesuffix(".gz").endswith((".fq", ".fastq")) for path in out]
     with ExitStack() as stack:
-        writers = [
-            stack.enter_context(publishing_text(path)) if path in files else sys.stdout.buffer.write for path in out
-        ]
+        writers = [stack.enter_context(publishing_text(path)) if path in files else stdout().write for path in out]
         progress(0)
         for first in range(0, made.num_fragments, made.chunk):
             texts = made.texts(first, fastq=is_fastq)

@@ -29,7 +29,8 @@ from millstream.reads.kind import HEADERS, ReadSettings
 from millstream.reads.labels import are_by_file
 from millstream.reads.leaks import shared_sequences
 from millstream.reads.mapping import GENOME_LENGTH, Classes, load_classes, load_mapping
-from millstream.reads.open import as_pairs, expand, interleaved, open_reads, watch_index
+from millstream.reads.open import expand, open_reads, watch_index
+from millstream.reads.pairs import as_pairs, interleaved
 from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import FILE, Reads
 from millstream.training.study import Built, Fold, ModelSpec, NetModel
@@ -211,8 +212,9 @@ def open_splits(settings: ReadSettings, memory: int) -> ReadSplits:
     train = records[TRAIN]
     fragments = Fragments(files[TRAIN], length=FRAGMENT, overlap=SYNCMERS.k - 1) if has_genomes else None
     whole = None if fragments is None else _labelled(fragments)
-    if counts[TRAIN][UNKNOWN]:
+    if no_class := counts[TRAIN][UNKNOWN]:
         train = _labelled(train)
+        say(f"{settings.data.train}: {no_class:,} of {len(records[TRAIN]):,} reads have no class and are left out")
     if not len(train):
         raise BadSource(f"{settings.data.train}: none of its {len(files[TRAIN])} reads has a class id")
     scored: dict[str, Collection] = {VAL: train, **{name: records[name] for name in records if name != TRAIN}}

@@ -115,6 +115,9 @@ def test_what_a_stream_cannot_do_is_one_line(tmp_path: Path, text: bytes, monkey
     stdin_of(monkeypatch, text[:-50])
     with pytest.raises(BadSource, match="ends in the middle of record 2999"):
         pack([Path("-")], tmp_path / "cut.pack")
+    stdin_of(monkeypatch, gzip.compress(text)[:-50])
+    with pytest.raises(BadSource, match="save stdin as FILE, then millstream pack FILE OUT --unverified"):
+        pack([Path("-")], tmp_path / "cut.pack")
 
 
 # -- alignments

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Generator
 from io import RawIOBase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from millstream.core.console import quoted
 from millstream.errors import BadSetting, BadSource, MissingExtra
@@ -147,9 +147,7 @@ class Stdin(RawIOBase):
     """Stdin, and its first bytes, to see what it is."""
 
     def __init__(self) -> None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise BadSetting("-: pipe reads into it, as in zcat reads.fq.gz | millstream pack - reads.pack")
-        self._source = sys.stdin.buffer
+        self._source = piped("millstream pack - reads.pack")
         self.head = self._rest = self._source.read(_HEAD_BYTES)
 
     def readable(self) -> bool:
@@ -160,6 +158,13 @@ class Stdin(RawIOBase):
         self._rest = self._rest[len(data) :]
         out[: len(data)] = data
         return len(data)
+
+
+def piped(command: str) -> BinaryIO:
+    """Stdin, unless it is closed or a terminal."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise BadSetting(f"-: pipe reads into it, as in zcat reads.fq.gz | {command}")
+    return sys.stdin.buffer
 
 
 def is_stdin(path: Path) -> bool:

@@ -227,7 +227,8 @@ class Packer:
         self._num_headers = self._num_rows = 0
         self._is_cut = False
         salvage, unverified = self._settings.salvage, self._settings.unverified
-        command = f"millstream pack {quoted(path)} OUT" if kind in ("bzip2", "xz", "alignments") else ""
+        saved = "save stdin as FILE, then millstream pack FILE OUT"
+        command = saved if is_stdin(path) else f"millstream pack {quoted(path)} OUT"
         with SourceScan(
             path,
             kind,
