@@ -111,6 +111,7 @@ def open_page(browser: Browser) -> Generator[Callable[..., Opened]]:
     def open_at(address: str, *, width: int = 1440, height: int = 900, scheme: str = "light") -> Opened:
         assert not addresses
         addresses.append(address)
+        found.page.mouse.move(0, 0)  # where nothing is to hover over
         found.page.set_viewport_size({"width": width, "height": height})
         found.page.emulate_media(color_scheme=scheme)
         found.page.goto(address)

@@ -162,6 +162,7 @@ class Sidecar:
             # no table has, take most of the time.
             is_whole = len(data) < _SMALL_BYTES and not is_for_table
             self._whole = parquet.read(use_threads=False) if is_whole else None
+            self._parquet = parquet if is_for_table else None  # for one thread: opened again otherwise
         except (OSError, ValueError, LookupError, TypeError, pa.ArrowException) as error:
             raise self._wrong(str(error).partition("\n")[0]) from None
         if self.compression not in ("none", "lz4", "zstd") or not arrow.equals(expected):
@@ -208,7 +209,7 @@ class Sidecar:
     def table(self, names: Sequence[str]) -> pa.Table:
         """Scalar fields of all records, not cached."""
         # A new reader for every call: threads may call at the same time. One thread: the files are small.
-        file = pq.ParquetFile(pa.BufferReader(self._data), metadata=self._metadata)
+        file = self._parquet or pq.ParquetFile(pa.BufferReader(self._data), metadata=self._metadata)
         try:
             table = file.read(columns=list(names), use_threads=False)
         except (OSError, ValueError, pa.ArrowException) as error:
