@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LINE_S = 10.0  # between two lines in a log
 REFRESH_S = 0.25  # between two redraws
+_WIDE = 120  # columns: in fewer, there is room for the share that is done, but not for a bar and numbers
 QUICK_S = 0.5  # shorter work shows nothing
 MEMORY_S = 1.0  # between two measurements, which take milliseconds each
 # Control characters but tab, marks that reorder text, and halves of pairs: a terminal would act on them or fail.
@@ -209,7 +210,7 @@ class _Meter:
                 done, note = self._last
                 bars.update(task.id, completed=done)
                 if is_drawn:
-                    bars.update(task.id, facts=self._facts(task, note))
+                    bars.update(task.id, facts=self._facts(task, note, is_narrow=bars.console.width < _WIDE))
                     if bars.live.is_started:
                         bars.refresh()
                     else:
@@ -218,18 +219,20 @@ class _Meter:
                     say(f"{self.label}: {self._facts(task, note)}")
                     printed = time.monotonic()
 
-    def _facts(self, task: "Task", note: str) -> str:
+    def _facts(self, task: "Task", note: str, *, is_narrow: bool = False) -> str:
         """`1,200 of 4,000 records (30%), 28 s left, RAM 210.0 of 500.0 MB, 100 records/s, note`, as far as known."""
         now = time.monotonic()
         if self.memory is not None and now - self._measured >= MEMORY_S:
             self._used, self._measured = self.memory(), now
         done = round(task.completed)
         amount = _of_bytes(done, self.total) if self.unit == "bytes" else f"{done:,} of {self.total:,} {self.unit}"
-        share = f" ({100 * done // self.total}%)" if self.total else ""
+        if self.total:
+            share = f"{100 * done // self.total}%"
+            amount = share if is_narrow else f"{amount} ({share})"
         left = f"{format_seconds(task.time_remaining)} left" if task.time_remaining else ""
         used = f"RAM {_of_bytes(*self._used)}" if self._used and self._used[0] else ""
         rate = f"{_format_amount(task.speed, self.unit)}/s" if task.speed else ""
-        return ", ".join(filter(None, [amount + share, left, used, rate, printable(note)]))
+        return ", ".join(filter(None, [amount, left, used, rate, printable(note)]))
 
 
 @contextmanager
@@ -274,10 +277,10 @@ def _make_bars() -> "Bars":
             return Constrain(self.make_tasks_table(self.tasks), console.width - 3)  # room for ^C
 
     label = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=30))
-    bar = BarColumn(20 if console.width > 120 else 8, complete_style="cyan", finished_style="cyan")
+    bars = [BarColumn(20, complete_style="cyan", finished_style="cyan")] if console.width >= _WIDE else []
     return OneLineBars(
         label,
-        bar,
+        *bars,
         Facts(),
         console=console,
         auto_refresh=False,
