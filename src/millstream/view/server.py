@@ -205,7 +205,10 @@ def views_of(
         return [plug(kind, "view").output_view_of(path)]
     if run is not None and not is_run(run):
         raise BadSource(f"--run {run}: not a run of millstream train")
-    shown = _view_of_kind(kind_at(path))
+    kind = kind_at(path)
+    if kind not in kinds_with("view") and not is_url(path) and not path.exists():
+        raise BadSource(f"{path}: no such file or folder")
+    shown = _view_of_kind(kind)
     found = local_run(run) if run is not None else None if is_url(path) else find_run(path)
     if found is not None and run is None:
         notify(f"showing the scores of {found}; for another run: --run FOLDER")

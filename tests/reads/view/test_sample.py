@@ -11,7 +11,7 @@ import pytest
 
 import millstream as ms
 from millstream.core.console import ignore_message
-from millstream.errors import BadSetting
+from millstream.errors import BadSetting, BadSource
 from millstream.reads.kind import ROW_COLUMNS, is_output
 from millstream.reads.view.sample import SampleCounts
 from millstream.view import Query, View, plain
@@ -93,6 +93,16 @@ def test_the_row_that_is_being_written_is_left_out(tmp_path: Path):
     whole = (tmp_path / "a.tsv").read_bytes()
     (tmp_path / "a.tsv").write_bytes(whole[: -len("\t".join(rows[-1])) + 4])
     assert ask(view_of(tmp_path / "a.tsv"), "overview")["reads"] == 299
+
+
+def test_samples_that_are_truncated_or_missing_are_named(tmp_path: Path):
+    write_sample(tmp_path / "sample.tsv.gz", 3000)
+    whole = (tmp_path / "sample.tsv.gz").read_bytes()
+    (tmp_path / "sample.tsv.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BadSource, match=r"sample\.tsv\.gz: cannot be read to its end"):
+        view_of(tmp_path / "sample.tsv.gz")
+    with pytest.raises(BadSource, match=r"nothing\.tsv: no such file"):
+        view_of(tmp_path / "nothing.tsv")
 
 
 def test_what_classify_writes_is_shown_with_its_report(tmp_path: Path):

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv  # pyright: ignore[reportMissingTypeStubs]
 
+from millstream.errors import BadSource
 from millstream.reads.kind import ROW_COLUMNS
 from millstream.view import PATIENCE_S, Background, Query, View
 
@@ -42,6 +43,12 @@ class SampleCounts:
         self._work.start()
 
     def _count(self) -> Iterator[None]:
+        try:
+            yield from self._blocks()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise BadSource(f"{self._path}: cannot be read to its end ({error}). Classify the reads again") from None
+
+    def _blocks(self) -> Iterator[None]:
         columns = list(ROW_COLUMNS[1:])
         types: Any = {name: pa.string() for name in columns[:-1]} | {columns[-1]: pa.float32()}
         arrow, csv = cast(Any, pa), cast(Any, pa_csv)
