@@ -51,6 +51,7 @@ class Pass:
     real_BR: torch.Tensor  # which rows are tokens, not padding
     last_prompt: int  # place in the sequence of the last prompt token
     weights_BPR: torch.Tensor | None  # how much of each row is in each position of the field `states`
+    once: bool = False  # the passes after it are not captured
 
     @property
     def first(self) -> int:
@@ -91,12 +92,12 @@ class Capture:
         self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def over(self, batch: Padded, start: int, end: int) -> Generator[None]:
-        """Capture the forward pass over these columns; passes go from left to right.
+    def over(self, batch: Padded, start: int, end: int, *, once: bool = False) -> Generator[None]:
+        """Capture the forward pass over these columns, `once`: only the first; passes go from left to right.
 
         Later passes may have several rows for each row of earlier ones: samples that share their prompt.
         """
-        self._pass = Pass(start, batch.mask_BT.bool()[:, start:end], batch.prompt - 1, None)
+        self._pass = Pass(start, batch.mask_BT.bool()[:, start:end], batch.prompt - 1, None, once)
         reaches_states = self._pass.reaches_answer or self.fields.thinking
         if "states" in self.fields.names and batch.answers and reaches_states:
             self._pass.weights_BPR = self._position_weights(self._pass, batch)
@@ -143,6 +144,8 @@ class Capture:
             rows_BRD = _first_tensor(output)
             self._keep("post_norm", 0, rows_BRD, large=True)
             self._note_largest(rows_BRD, self._pass)
+        if self._pass.once:
+            self._pass = None
 
     def _keep(self, name: str, layer: int, values: torch.Tensor, *, large: bool = False) -> None:
         """Small fields stay on the device until the batch is done: one transfer for all layers."""

@@ -37,9 +37,9 @@ class Passes:
     def new_cache(self) -> Any:
         return transformers("cache_utils").DynamicCache() if self.can_cut else None
 
-    def prefill(self, batch: Padded, *, cache: Any, chunk: int) -> None:
-        """The prompts without their last tokens, which `generate` continues from."""
-        for _ in self._run(batch, 0, batch.prompt - 1, cache, chunk, captured=self._capture.fields.need_prompt):
+    def prefill(self, batch: Padded, end: int, *, cache: Any, chunk: int) -> None:
+        """The first columns of the prompts; `generate` continues from there."""
+        for _ in self._run(batch, 0, end, cache, chunk, captured=self._capture.fields.need_prompt):
             pass
 
     def replay(self, batch: Padded, *, cache: Any, done: int, chunk: int) -> torch.Tensor:

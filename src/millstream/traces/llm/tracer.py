@@ -4,7 +4,9 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -57,6 +59,8 @@ class Tracer:
         self._capture = Capture(loaded.base, loaded.layers, fields, loaded.card.size)
         self._passes = Passes(loaded, self._capture)
         self._config = decoding.config(eos=sorted(loaded.eos) or None, pad=loaded.pad)
+        # Else `generate` would compute the logits of whole prompts.
+        self._keeps_few_logits = "logits_to_keep" in signature(loaded.model.forward).parameters
         self._max_cells: int | None = None  # tokens of the smallest batch that ran out of memory
 
     def encode(self, questions: Sequence[Question]) -> list[EncodedQuestion]:
@@ -164,9 +168,9 @@ class Tracer:
             traced = list(range(len(batch)))
         else:
             targets = [one for encoded in batch for one in self.samples(encoded)]
-            answers, steps = self._generate(targets, prompts, cache, chunk)
+            answers, steps, captured = self._generate(targets, prompts, cache, chunk)
             traced = [row for row, one in enumerate(targets) if self._trace_samples or not one.question.sample]
-            done = self._cut_back(cache, prompts.prompt - 1, traced, of=len(targets))
+            done = self._cut_back(cache, captured, traced, of=len(targets))
         after_generate = time.perf_counter()
         if any(answer.begin for answer in answers):  # reasoning is what comes before the answer, as the question is
             self._capture.clear()
@@ -211,46 +215,62 @@ class Tracer:
         ]
 
     def _cut_back(self, cache: Any, length: int, traced: Sequence[int], *, of: int) -> int:
-        """Truncate a cache to the rows to replay and their prompts without the last token; returns its length."""
+        """Truncate a cache to the rows to replay and the first `length` columns; returns its length."""
         if cache is None:
             return 0
         rows = len(cache.layers[0].keys) // of  # beams share their prompt: keep one of them
         if len(traced) < of or rows > 1:
             device = cache.layers[0].keys.device
             cache.batch_select_indices(torch.tensor([row * rows for row in traced], device=device))
-        cache.crop(length - cache.get_seq_length())  # negative: how many tokens to remove
+        if excess := cache.get_seq_length() - length:
+            cache.crop(-excess)  # negative: how many tokens to remove
         return length
 
     def _generate(
         self, targets: Sequence[EncodedQuestion], prompts: Padded, cache: Any, chunk: int
-    ) -> tuple[list[Answer], list[dict[str, torch.Tensor]] | None]:
-        """The answers and, without beams, the statistics of their tokens."""
-        if cache is not None and prompts.prompt > 1:
-            self._passes.prefill(prompts, cache=cache, chunk=chunk)
+    ) -> tuple[list[Answer], list[dict[str, torch.Tensor]] | None, int]:
+        """The answers and, without beams, the statistics of their tokens; and how much of the prompts needs no replay.
+
+        `generate` does the last chunk of the prompts itself, in one pass that is captured: a step less. But several
+        answers to a prompt share all of it except the last token.
+        """
+        done = prompts.prompt - 1
+        first_pass = nullcontext()
+        if cache is not None:
+            alone = self.decoding.rows == 1 and self._keeps_few_logits
+            begun = done // chunk * chunk if alone else done
+            self._passes.prefill(prompts, begun, cache=cache, chunk=chunk)
             if self.decoding.rows > 1:
                 cache.batch_repeat_interleave(self.decoding.rows)
+            if alone and self.fields.need_prompt:
+                done = prompts.prompt
+                # Only the last prompt token is in a position of `states` that is known now.
+                whole = replace(prompts, answers=[1] * len(targets), thinking=[0] * len(targets))
+                first_pass = self._capture.over(whole, begun, done, once=True)
         copies = 1 + self.decoding.samples
         steps = Steps() if self.decoding.num_beams == 1 else None
         greedy = self.decoding.samples > 0
         names = [None if greedy and not one.question.sample else one.question.record_id for one in targets]
         processors = [steps] if steps is not None else []
         processors += self.decoding.processors(names, prompts.ids_BT.device)
-        generated = self.loaded.model.generate(
-            input_ids=prompts.ids_BT.repeat_interleave(copies, 0),
-            attention_mask=prompts.mask_BT.repeat_interleave(copies, 0),
-            past_key_values=cache,
-            generation_config=self._config,
-            logits_processor=transformers().LogitsProcessorList(processors),
-            stopping_criteria=self.decoding.stopping(self.loaded.tokenizer, prompts.prompt),
-        )
+        with first_pass:
+            generated = self.loaded.model.generate(
+                input_ids=prompts.ids_BT.repeat_interleave(copies, 0),
+                attention_mask=prompts.mask_BT.repeat_interleave(copies, 0),
+                past_key_values=cache,
+                generation_config=self._config,
+                logits_processor=transformers().LogitsProcessorList(processors),
+                stopping_criteria=self.decoding.stopping(self.loaded.tokenizer, prompts.prompt),
+            )
         ids_BN = generated.sequences[:, prompts.prompt :]
         tokenizer, eos, stop = self.loaded.tokenizer, self.loaded.eos, self.decoding.stop
         part = self.prompt.part
         answers = [cut_answer(tokenizer, row, eos=eos, stop=stop, part=part) for row in as_lists(ids_BN)]
         if steps is None:
-            return answers, None
+            return answers, None, done
         both = zip(steps.of_rows(ids_BN), answers, strict=True)
-        return answers, [{name: values[: len(answer.ids)] for name, values in row.items()} for row, answer in both]
+        found = [{name: values[: len(answer.ids)] for name, values in row.items()} for row, answer in both]
+        return answers, found, done
 
     def _with_answers(self, prompts: Padded, answers: Sequence[Answer]) -> Padded:
         """Prompts and answers, padded on the right; of samples, the prompt is repeated."""
