@@ -5,13 +5,14 @@ import os
 import numpy as np
 
 from millstream.core.collection import Numbers
-from millstream.core.instructions import copy_32
+from millstream.core.instructions import copy_32, prefetch
 from millstream.core.kernels import c_function, inlined, kernel
 from millstream.core.memory import empty_bytes
 from millstream.core.record import Bytes
 from millstream.core.remote import RemoteFile, read_all
 from millstream.errors import StaleIndex
 
+_AHEAD = 16  # pieces that are prefetched before they are copied
 _NEAR_BYTES = 4096  # reading this many unneeded bytes costs less than a second system call
 
 
@@ -98,4 +99,6 @@ def copy_pieces(
 ) -> None:
     """Copy pieces `begin` to `end` of one block to their targets."""
     for index in range(begin, end):
+        if index + _AHEAD < end:
+            prefetch(block, sources[index + _AHEAD])
         copy(block, sources[index], counts[index], out, targets[index])

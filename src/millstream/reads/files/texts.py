@@ -190,6 +190,7 @@ class BlockText:
         self._windows_at = sections.span("block.windows")[0]
         self._sections = sections
         self._memory = memory
+        self._known: dict[int, BlockSpan] = {}
         self._made = None if file is not None else self._make_blocks()  # of an object, its index is read when needed
 
     @property
@@ -240,6 +241,13 @@ class BlockText:
         """The least recently used blocks are dropped anyway."""
 
     def _spans(self, blocks: Numbers) -> list[BlockSpan]:
+        """Batches of a window are in the same few blocks: what was found for the last one is kept."""
+        known = self._known
+        if not all(map(known.__contains__, blocks.tolist())):
+            known = self._known = {span.block: span for span in self._find_spans(blocks)}
+        return [known[block] for block in blocks.tolist()]
+
+    def _find_spans(self, blocks: Numbers) -> list[BlockSpan]:
         columns = [blocks, self._plain[blocks], self._plain[blocks + 1], self._columns["crc32c"].take(blocks)]
         after = np.minimum(blocks + 1, self._last)
         for name, end in self._ends.items():
