@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
@@ -16,6 +17,7 @@ from millstream.training.study import Kit
 from millstream.training.task import Batch
 
 NUM_CLASSES = 3
+LENGTHS = (37, 90, 12, 61, 5, 150)  # of reads that need padding beside each other
 COMPLEMENT = str.maketrans("ACGT", "TGCA")
 
 
@@ -59,6 +61,15 @@ def batch_of(kit: Kit, reads: Sequence[str], labels: Sequence[int] = (), *, trai
 def probabilities(kit: Kit, net: ReadNet, reads: Sequence[str]) -> np.ndarray:
     with torch.inference_mode():
         return probabilities_of(net, batch_of(kit, reads))[0].numpy()
+
+
+def together_as_alone(kit: Kit, net: ReadNet, reads: Sequence[str]) -> np.ndarray:
+    """The probabilities of reads, which depend neither on the other reads nor on padding."""
+    together = probabilities(kit, net, reads)
+    assert together.sum(axis=1) == pytest.approx(1, abs=1e-5) and np.ptp(together[:, 0]) > 1e-3
+    for number, read in enumerate(reads):
+        assert probabilities(kit, net, [read])[0] == pytest.approx(together[number], abs=1e-5)
+    return together
 
 
 def easy_reads(num: int, seed: int) -> tuple[list[str], np.ndarray]:

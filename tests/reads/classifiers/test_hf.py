@@ -19,6 +19,7 @@ from millstream.training.run import Run
 from millstream.training.study import Kit
 from support.pretrained_models import KINDS, make_pretrained
 from support.small_classifiers import (
+    LENGTHS,
     batch_of,
     easy_reads,
     learn,
@@ -26,10 +27,9 @@ from support.small_classifiers import (
     probabilities,
     random_reads,
     reverse_complement,
+    together_as_alone,
 )
 from support.training import lines_of, weights_of
-
-LENGTHS = (37, 90, 12, 61, 5, 150)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -57,10 +57,7 @@ def test_predictions_of_a_pretrained_model_depend_on_neither_padding_nor_strand(
     kit, net = pretrained_net(pretrained)
     net.eval()
     reads = [*random_reads(LENGTHS), ""]
-    together = probabilities(kit, net, reads)
-    assert together.sum(axis=1) == pytest.approx(1, abs=1e-5) and np.ptp(together[:-1, 0]) > 1e-3
-    for number, read in enumerate(reads):
-        assert probabilities(kit, net, [read])[0] == pytest.approx(together[number], abs=1e-5)
+    together = together_as_alone(kit, net, reads)
     assert probabilities(kit, net, [reverse_complement(read) for read in reads]) == pytest.approx(together, abs=1e-5)
 
 

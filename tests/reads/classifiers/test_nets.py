@@ -24,6 +24,7 @@ from millstream.reads.mapping import load_classes, load_mapping
 from millstream.training.study import Kit
 from millstream.training.task import Batch
 from support.small_classifiers import (
+    LENGTHS,
     NUM_CLASSES,
     batch_of,
     easy_reads,
@@ -32,11 +33,11 @@ from support.small_classifiers import (
     probabilities,
     random_reads,
     reverse_complement,
+    together_as_alone,
 )
 
 NETS = ["kmer-linear", "cnn", "lstm", "transformer"]
 SEQUENTIAL = ["cnn", "lstm", "transformer"]  # these see the two strands of a read differently
-LENGTHS = (37, 90, 12, 61, 5, 150)
 
 
 @cache
@@ -76,10 +77,7 @@ def logits_of(given: Sequence[Sequence[float]]) -> Tensor:
 def test_a_prediction_depends_on_no_other_read_and_no_padding(name: str):
     kit, net = built(name)
     reads = random_reads(LENGTHS)
-    together = probabilities(kit, net, reads)
-    assert together.sum(axis=1) == pytest.approx(1, abs=1e-5) and np.ptp(together[:, 0]) > 1e-3
-    for number, read in enumerate(reads):
-        assert probabilities(kit, net, [read])[0] == pytest.approx(together[number], abs=1e-5)
+    together = together_as_alone(kit, net, reads)
     assert probabilities(kit, net, reads[::-1]) == pytest.approx(together[::-1], abs=1e-5)
 
 
