@@ -8,7 +8,7 @@ from pathlib import Path
 from millstream import errors
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+PAGE = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("troubleshooting*.md")))
 
 
 def test_every_error_is_explained():
