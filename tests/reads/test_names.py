@@ -63,6 +63,16 @@ def test_a_region_by_number_or_in_python_counts_from_zero(genome: Path):
         reads.region("chr1:9-3")
 
 
+def test_a_wrong_region_names_the_file_that_has_the_record(genome: Path, tmp_path: Path):
+    (tmp_path / "another.fa").write_text(">chr7\nACGT\n")
+    reads = ms.open([tmp_path / "another.fa", genome])
+    assert isinstance(reads, ms.Reads)
+    with pytest.raises(IndexError, match=r"genome\.fa: region chr1:0-5"):
+        reads.region("chr1:0-5")
+    with pytest.raises(KeyError, match=r"another\.fa and 1 more: no record named 'chr9'"):
+        reads.region("chr9")
+
+
 def test_fetch_writes_what_samtools_does(genome: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pysam = pytest.importorskip("pysam")
     genome.write_text(genome.read_text().removesuffix(">none\n\n"))  # which samtools refuses

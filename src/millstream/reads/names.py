@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,12 +44,13 @@ def find_region(reads: "Reads", text: str) -> Region:
     first, last = (match[2], match[3]) if match else (None, None)
     number = next(iter(reads.find(match[1])), None) if match and (first or last) else None
     if match is None or number is None:
-        raise KeyError(f"{reads.paths[0]}: no record named {text!r}")
+        raise KeyError(f"{where_of(reads.paths)}: no record named {text!r}")
     length = int(reads.lengths([number])[0])
     start = int(first.replace(",", "")) if first else 1
     end = min(int(last.replace(",", "")), length) if last else length
     if not 1 <= start <= end:
-        raise IndexError(f"{reads.paths[0]}: region {text}: {match[1]!r} has bases 1 to {length}")
+        ((part, *_),) = reads.split(np.array([number]))
+        raise IndexError(f"{part.path}: region {text}: {match[1]!r} has bases 1 to {length}")
     return Region(text, number, start - 1, end)
 
 
@@ -65,6 +67,11 @@ def fasta_of(reads: "Reads", names: Sequence[str]) -> Iterator[bytes]:
         for start in range(region.start, region.end, PIECE):
             bases = reads.region(region.number, start, min(start + PIECE, region.end))
             yield "".join(f"{bases[at : at + LINE]}\n" for at in range(0, len(bases), LINE)).encode("latin-1")
+
+
+def where_of(paths: Sequence[Path]) -> str:
+    """How messages refer to these files."""
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def name_or_file(name: str, parts: Sequence[tuple["Part", Numbers]]) -> pa.ChunkedArray:

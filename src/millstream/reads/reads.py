@@ -20,7 +20,7 @@ from millstream.errors import BadSetting, BadSource
 from millstream.reads.batch import Read, ReadBatch, as_list, join_parts
 from millstream.reads.files import BYTES_PER_BASE, NAME, QUALITY, SEQUENCE, Fetched, ReadFile, is_large
 from millstream.reads.mapping import LabelMapping
-from millstream.reads.names import FILE, files_of, find_region, name_or_file
+from millstream.reads.names import FILE, files_of, find_region, name_or_file, where_of
 from millstream.reads.pack import PackFile
 from millstream.reads.single import fetch_reads, iterate
 
@@ -345,8 +345,7 @@ class Reads(Collection):
         return f"Reads({self._where()}: {size}){columns}"
 
     def _where(self) -> str:
-        first = str(self._parts[0].path)
-        return first if len(self._parts) == 1 else f"{first} and {len(self._parts) - 1} more"
+        return where_of(self.paths)
 
     def _check(self, numbers: Numbers) -> Numbers:
         if len(numbers) and not (-len(self) <= numbers.min() and numbers.max() < len(self)):
