@@ -107,12 +107,16 @@ def show(workload: str, found: Result) -> None:
         f"speedup over the best peer with exact shuffle: {ours / exact:.1f}x; over the best peer: {ours / every:.1f}x"
     )
     bytes_per_s = ours * (2.72e6 if workload == "A" else 158)
-    memcpy = limits["memcpy_bytes_per_s"]
-    print(f"relative to memcpy ({memcpy / 1e9:.1f} GB/s): {bytes_per_s / memcpy:.2f}")
+    memcpy, batches = limits["memcpy_bytes_per_s"], limits["memcpy_batches_bytes_per_s"]
+    print(
+        f"relative to memcpy of a record in cache ({memcpy / 1e9:.1f} GB/s): {bytes_per_s / memcpy:.2f}; of batches "
+        f"({batches / 1e9:.1f} GB/s): {bytes_per_s / batches:.2f}"
+    )
     found["ratios"] = {
         "to_best_exact_peer": ours / exact,
         "to_best_peer": ours / every,
         "of_memcpy": bytes_per_s / memcpy,
+        "of_memcpy_of_batches": bytes_per_s / batches,
     }
 
 

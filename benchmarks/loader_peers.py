@@ -272,7 +272,10 @@ def _checked(seen: np.ndarray, order: list[int], wrong: int) -> Result:
 
 
 def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
-    """memcpy, read(2) and pread of the same bytes in one file, by record (A) or batch of reads (B)."""
+    """memcpy, read(2) and pread of the same bytes in one file, by record (A) or batch of reads (B).
+
+    `memcpy` copies into one record's memory, which stays in the cache; `memcpy_batches` into that of three batches.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "plain"
     sizes = []
@@ -291,6 +294,15 @@ def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
             start %= source.size - most + 1
             target[:size] = source[start : start + size]
 
+    per_batch = BATCHES["A"] if workload == "A" else 1
+    batches = np.zeros((3, per_batch * most), np.uint8)
+
+    def copy_batches() -> None:
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            start %= source.size - most + 1
+            at = number % per_batch * most
+            batches[number // per_batch % 3, at : at + size] = source[start : start + size]
+
     def sequential() -> None:
         read_file(file)
 
@@ -301,7 +313,12 @@ def limits(workload: str, folder: Path, *, count: int, seed: int) -> Result:
             assert os.preadv(fd, [view[: sizes[i]]], starts[i]) == sizes[i]
 
     rates = {}
-    for name, action in (("memcpy", copy), ("read_warm", sequential), ("pread_warm", scattered)):
+    for name, action in (
+        ("memcpy", copy),
+        ("memcpy_batches", copy_batches),
+        ("read_warm", sequential),
+        ("pread_warm", scattered),
+    ):
         action()
         rates[f"{name}_bytes_per_s"] = total / median(clock(action) for _ in range(3))
     for name, action in (("read_cold", sequential), ("pread_cold", scattered)):
