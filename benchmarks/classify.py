@@ -1,50 +1,51 @@
-"""Read classifiers against Kraken 2 and naive Bayes, on real genomes; and the cost of streaming.
+"""Read classifiers against Kraken 2 on real genomes: strains they know, other strains, and what is foreign to them.
 
-    python benchmarks/classify.py GENOMES             # about 35 minutes, 6 GB of disk; benchmarks/results/classify.json
-    python benchmarks/classify.py GENOMES compare     # parts: compare, epoch
-    python benchmarks/classify.py GENOMES quick=true  # few reads, a few minutes
-    python benchmarks/classify.py GENOMES dir=FOLDER  # working folder; existing files are reused
+    python benchmarks/classify.py GENOMES              # about 10 minutes; docs/results.md and results/classify.json
+    python benchmarks/classify.py GENOMES nets=true    # also naive Bayes, cnn, lstm, transformer, hf: 10 minutes more
+    python benchmarks/classify.py GENOMES quick=true   # few reads, 3 minutes; writes no page
+    python benchmarks/classify.py GENOMES dir=FOLDER   # working folder; reads and databases in it are used again
 
 GENOMES is a folder with genomes.tsv: file, taxid, species, role (train or heldout). Kraken 2 is the Debian package.
 
-compare: training reads from the train strains; test reads from new positions in the same strains (known) and from other
-strains of the species (heldout), 1 % error rate, the same number per species; and long ones of those (10 kb, 7 %
-errors), which nets read in windows as long as their training reads. Only species-level assignments count:
-Kraken's assignments to a genus or higher count as unclassified. Each model and peer runs as a shell command; memory is
-the PSS of its process tree. The nets train on fewer reads: there is no GPU. `hf` is a small random model (no pretrained
-one is available): it shows cost, not accuracy. Writes the table and the curve into docs/results.md.
-epoch: the passes of `millstream train` with kmer-linear, on reads streamed under 300 MB, plain and gzipped; on reads in
-RAM; and on batches of k-mers prepared in RAM. Reports the fraction of time spent waiting for data.
+kmer-exact and Kraken 2 are built from the genomes of the train strains; kmer-linear, naive Bayes and nets learn from
+reads simulated from them. Both are also built without the species in LEFT_OUT. Sets of reads, with 1 % substitutions
+unless their name says otherwise: `known` from the train strains, `heldout` from other strains of ten of the species,
+`long` of those (10 kb, 4 % substitutions, 3 % indels), `75-0` to `250-3` of those by length and errors in percent;
+`random` DNA; `outside` from species left out, `mixed` from held-out strains with one read in ten from outside. An
+assignment to a genus is not one to a species: those of Kraken count as unclassified except in the table by genus.
+CPU time is of the whole command, with its start; it is what can be compared on a machine that is not idle.
 """
 
 import csv
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
+from classify_page import write_page
 from classify_peers import KrakenPeer, NaiveBayes
-from measuring import PAGE, RESULTS, Result, clock, peak_pss, save, update_page
+from measuring import RESULTS, Result, clock, peak_pss, save
 
-CURVE = PAGE.with_name("classify.svg")
-MARK = "<!-- made by benchmarks/classify.py -->"
-PARTS = ("known", "heldout")
-LONG = "long"
 MEMORY = "2GB"
-LITTLE = 300_000_000
-READY = "batches ready in RAM"
-WAYS = {  # the file, and the memory limit
-    "reads in RAM": ("epoch.fa", 8_000_000_000),
-    "plain file": ("epoch.fa", LITTLE),
-    "gzipped file": ("epoch.fa.gz", LITTLE),
+LENGTHS = {f"{length}-{errors}": (length, errors / 100) for length in (75, 250) for errors in (0, 3)}
+LEFT_OUT = ("Klebsiella variicola", "Staphylococcus epidermidis", "Enterococcus casseliflavus", "Vibrio cholerae")
+CONFIDENCES = (0.05, 0.1, 0.2, 0.4, 0.6)  # of Kraken, for its curve
+SETS = ("known", "heldout", "long", *LENGTHS)
+WINDOW = "max_length=150"
+NETS = {
+    "cnn": ["epochs=2", WINDOW],
+    "lstm": ["epochs=1", WINDOW],
+    "transformer": ["epochs=1", WINDOW],
+    "hf": ["epochs=1", "batch_size=64", "lora=8", WINDOW],
 }
 
 
@@ -52,66 +53,43 @@ WAYS = {  # the file, and the memory limit
 class Sizes:
     """The number of reads in each file."""
 
-    deep: int = 8_000_000  # for kmer-linear and naive Bayes
-    few: int = 150_000  # for nets
-    fewest: int = 20_000  # for the largest net
+    deep: int = 1_000_000  # to learn from, for what learns from reads
+    few: int = 40_000  # for nets
     scored: int = 40_000
-    val: int = 20_000
-    speed: int = 1_000_000  # to measure the speed of fast classifiers
-    epoch: int = 2_000_000
-    turns: int = 5
+    others: int = 10_000  # in other sets
+    foreign: int = 20_000  # of random DNA
+    val: int = 10_000
+    speed: int = 500_000
     long: int = 4_000
 
 
-QUICK = Sizes(400_000, 20_000, 4_000, 4_000, 2_000, 100_000, 200_000, 3, 200)
-WINDOW = "max_length=150"
-
-
-@dataclass(frozen=True)
-class Model:
-    """One of our classifiers, and its training reads and settings."""
-
-    name: str
-    reads: str
-    settings: Sequence[str]
-    speed: str = "known.fa"
-
-
-MODELS = (
-    Model("kmer-linear", "deep.fa.gz", ["epochs=1"], "speed.fa"),
-    Model("kmer-exact", "deep.fa.gz", ["epochs=1"], "speed.fa"),
-    Model("cnn", "few.fa.gz", ["epochs=2", "batch_size=256", WINDOW]),
-    Model("lstm", "few.fa.gz", ["epochs=1", "batch_size=256", WINDOW]),
-    Model("transformer", "few.fa.gz", ["epochs=1", "batch_size=256", WINDOW]),
-    Model("hf", "fewest.fa.gz", ["epochs=1", "batch_size=64", "lora=8", WINDOW]),
-)
+QUICK = Sizes(100_000, 2_000, 4_000, 2_000, 2_000, 1_000, 100_000, 200)
 
 
 def main() -> int:
     words = [word for word in sys.argv[1:] if "=" not in word]
     options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-    if not words:
+    if len(words) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    genomes, parts = Path(words[0]), words[1:] or ["compare", "epoch"]
-    quick = options.get("quick", "false") == "true"
-    sizes = QUICK if quick else Sizes()
+    quick = options.get("quick") == "true"
     folder = Path(options.get("dir") or tempfile.mkdtemp(prefix="classify-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    data = Data(Path(words[0]), folder, QUICK if quick else Sizes())
+    data.make()
     name = "classify-quick" if quick else "classify"
     file = RESULTS / f"{name}.json"
     result: Result = json.loads(file.read_text()) if file.exists() else {}
-    data = Data(genomes, folder, sizes)
-    data.make()
-    if "epoch" in parts:
-        result["epoch"] = epochs(data)
+    nets = [lambda: naive_bayes(data), *(lambda n=n: learned(data, n, "few", NETS[n]) for n in NETS)]
+    for measure in (
+        lambda: kraken(data), lambda: exact(data), lambda: learned(data, "kmer-linear", "deep", ["epochs=1"]),
+        *(nets if options.get("nets") == "true" else []),
+    ):  # fmt: skip
+        found = measure()
+        result[found["name"]] = found
         save(name, result)
-    if "compare" in parts:
-        for model, found in compare(data, options.get("models", "").split(",")):
-            result.setdefault("compare", {})[model] = found
-            save(name, result)
-    if not quick and "compare" in result:
-        write_page(result)
+        print(found["name"], {key: value for key, value in found.items() if not isinstance(value, dict)}, flush=True)
+    if not quick:
+        write_page(result, data.rows)
     if "dir" not in options:
         shutil.rmtree(folder)
     return 0
@@ -119,7 +97,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Data:
-    """Genomes and the reads simulated from them."""
+    """Genomes, and the reads simulated from them."""
 
     genomes: Path
     folder: Path
@@ -129,216 +107,226 @@ class Data:
     def mapping(self) -> Path:
         return self.folder / "species.tsv"
 
-    def files(self, role: str) -> list[str]:
+    def files(self, role: str, leave_out: bool = False, only: Sequence[str] = ()) -> list[Path]:
         with (self.genomes / "genomes.tsv").open() as file:
-            return [
-                str(self.genomes / row["file"]) for row in csv.DictReader(file, delimiter="\t") if row["role"] == role
-            ]
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        wanted = [row for row in rows if row["role"] == role and not (leave_out and row["species"] in LEFT_OUT)]
+        return [self.genomes / row["file"] for row in wanted if not only or row["species"] in only]
 
     def make(self) -> None:
         """Simulate the files that are missing."""
-        sizes = self.sizes
-        wanted = {
-            "known.fa": ("train", sizes.scored, "equal"),
-            "heldout.fa": ("heldout", sizes.scored, "equal"),
-            "val.fa": ("train", sizes.val, "equal"),
-            "speed.fa": ("train", sizes.speed, "length"),
-            "deep.fa.gz": ("train", sizes.deep, "length"),
-            "few.fa.gz": ("train", sizes.few, "length"),
-            "fewest.fa.gz": ("train", sizes.fewest, "length"),
-            "epoch.fa.gz": ("train", sizes.epoch, "length"),
-            "epoch.fa": ("train", sizes.epoch, "length"),
-            f"{LONG}.fa": ("heldout", sizes.long, "equal"),
-        }
-        for seed, (name, (role, count, abundance)) in enumerate(wanted.items(), 11):
-            if not (self.folder / name).exists():
-                chosen = ["--reads", count, "--abundance", abundance, "--seed", min(seed, 18)]
-                chosen += ["--profile", "ont"] if name == f"{LONG}.fa" else []
-                index = ["--mapping", self.mapping, "--index-dir", self.folder / "index"]
-                run("simulate", *self.files(role), "-o", self.folder / name, *chosen, *index)
+        sizes, train, held = self.sizes, self.files("train"), self.files("heldout")
+        self._simulate("val", train, sizes.val, 11)  # writes the mapping of all species
+        self._simulate("known", train, sizes.scored, 12)
+        self._simulate("heldout", held, sizes.scored, 13)
+        self._simulate("long", held, sizes.long, 14, "--profile", "ont")
+        for seed, (name, (length, rate)) in enumerate(LENGTHS.items(), 15):
+            self._simulate(name, held, sizes.others, seed, "--length", length, "--error", rate)
+        self._simulate("outside", self.files("train", only=LEFT_OUT), sizes.others, 19)
+        self._simulate("kept", self.files("heldout", leave_out=True), 9 * sizes.others // 10, 20)
+        for name in ("deep.fa.gz", "few.fa.gz", "speed.fa"):
+            self._simulate(name, train, getattr(sizes, name.split(".")[0]), 21, "--abundance", "length")
+        if not (self.folder / "mixed.fa").exists():
+            lines = (self.folder / "outside.fa").read_text().splitlines(keepends=True)[: 2 * sizes.others // 10]
+            (self.folder / "mixed.fa").write_text((self.folder / "kept.fa").read_text() + "".join(lines))
+            bases = np.random.default_rng(0).choice(list("ACGT"), (sizes.foreign, 150))
+            texts = [f">lbl|-1||150|random{number}\n{''.join(row)}\n" for number, row in enumerate(bases)]
+            (self.folder / "random.fa").write_text("".join(texts))
+
+    def _simulate(self, name: str, genomes: Sequence[Path], count: int, seed: int, *options: object) -> None:
+        out = self.folder / (name if "." in name else f"{name}.fa")
+        if not out.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            more = ["--index-dir", self.folder / "index", "--reads", count, "--seed", seed, *options]
+            more += [] if "--abundance" in options else ["--abundance", "equal"]
+            millstream("simulate", *genomes, "-o", out, "--mapping", self.mapping, *more)
 
     def labels(self, part: str) -> np.ndarray:
         with (self.folder / f"{part}.fa").open() as file:
             return np.array([int(line.split("|", 2)[1]) for line in file if line[0] == ">"])
 
-    def classes(self) -> dict[int, int]:
-        """The class of each taxon."""
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
         with self.mapping.open() as file:
-            return {int(row["tax_id"]): int(row["class_id"]) for row in csv.DictReader(file, delimiter="\t")}
+            return list(csv.DictReader(file, delimiter="\t"))
+
+    @cached_property
+    def genus(self) -> np.ndarray:
+        """The genus of each class, by number."""
+        names = [row["genus"] for row in self.rows]
+        return np.array([names.index(name) for name in names])
 
 
-def compare(data: Data, models: Sequence[str]) -> Iterable[tuple[str, Result]]:
-    """Measure every classifier, one after the other."""
-    wanted = [name for name in models if name]
-    for model in MODELS:
-        if not wanted or model.name in wanted:
-            yield model.name, ours(data, model)
-    for name, measure in (("naive Bayes, 8-mers", naive_bayes), ("Kraken 2", kraken)):
-        if not wanted or name.split()[0] in wanted:
-            yield name, measure(data)
+@dataclass(frozen=True)
+class Answers:
+    """Of each read: the class, the genus (-1: none), and the probability of what it is assigned to."""
+
+    classes: np.ndarray
+    genera: np.ndarray
+    likely: np.ndarray
 
 
-def ours(data: Data, model: Model) -> Result:
-    out = data.folder / f"run-{model.name}"
-    shutil.rmtree(out, ignore_errors=True)
-    files = {
-        "train": model.reads,
-        "val": "val.fa",
-        "test": f"known.fa,{data.folder / 'heldout.fa'},{data.folder / LONG}.fa",
-    }
-    settings = [f"data.{name}={data.folder / file}" for name, file in files.items()]
-    settings += [f"mapping={data.mapping}", f"model={model.name}", f"memory={MEMORY}", f"out={out}", *model.settings]
-    if model.name == "hf":
-        settings.append(f"hf={random_model(data.folder / 'random')}")
-    train_s, peak = measured(lambda: run("train", *settings))
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    rows_file = data.folder / f"{model.name}.tsv"
-    rows_file.unlink(missing_ok=True)
-    done = subprocess.run(
-        [*millstream("classify"), out, data.folder / model.speed, "-o", rows_file, "--json"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    table = pq.read_table(out / "predictions.parquet")
-    found: Result = {
-        "reads": {"deep.fa.gz": data.sizes.deep, "few.fa.gz": data.sizes.few}.get(model.reads, data.sizes.fewest),
-        "train_s": train_s,
-        "reads_per_s": json.loads(done.stdout)["reads_per_s"],
-        "peak_bytes": peak,
-        "waiting": {line["kind"]: line["waiting"] for line in lines if "waiting" in line},
-    }
-    for part in (*PARTS, LONG):
-        rows = table.filter(np.array(table.column("part").to_pylist()) == part)
-        label, predicted = rows.column("label").to_numpy(), rows.column("class").to_numpy()
-        found[part] = scored(label, predicted, rows.column("probability").to_numpy())
-    return found
+def exact(data: Data) -> Result:
+    """kmer-exact, from the genomes, as users train it."""
+    found: Result = {"name": "kmer-exact"}
+    runs = {False: data.folder / "run-exact", True: data.folder / "run-outside"}
+    for leave_out, run in runs.items():
+        genomes = data.folder / f"genomes-{leave_out}"
+        shutil.rmtree(genomes, ignore_errors=True)
+        genomes.mkdir()
+        for file in data.files("train", leave_out):
+            (genomes / file.name).symlink_to(file.absolute())
+        train = lambda run=run, genomes=genomes: _train(data, run, f"{genomes}/", "kmer-exact", [])  # noqa: E731
+        cost = measured(train)
+        found |= {} if leave_out else {f"train_{name}": value for name, value in cost.items()}
+    found |= speeds(lambda threads: classify(data, runs[False], "speed", pinned=threads))
+    return found | {"sets": _sets(data, lambda part, run: ours(data, runs[run], part), SETS, outside=True)}
+
+
+def learned(data: Data, model: str, reads: str, settings: Sequence[str]) -> Result:
+    """One of our classifiers that learns from simulated reads."""
+    run = data.folder / f"run-{model}"
+    more = [f"hf={random_model(data.folder / 'random')}"] if model == "hf" else []
+    cost = measured(lambda: _train(data, run, data.folder / f"{reads}.fa.gz", model, [*settings, *more]))
+    found: Result = {"name": model} | {f"train_{name}": value for name, value in cost.items()}
+    is_fast = model not in NETS
+    if is_fast:
+        found |= speeds(lambda threads: classify(data, run, "speed", pinned=threads))
+    parts = (*SETS, "random") if is_fast else SETS[:2]
+    return found | {"sets": _sets(data, lambda part, _: ours(data, run, part), parts)}
 
 
 def naive_bayes(data: Data) -> Result:
-    """Trained on the same reads as kmer-linear."""
-    peer = NaiveBayes(8, len(data.classes()))
-    train_s, peak = measured(lambda: peer.fit(data.folder / "deep.fa.gz"))
-    speed = data.sizes.speed / clock(lambda: peer.classify(data.folder / "speed.fa"))
-    found: Result = {"reads": data.sizes.deep, "train_s": train_s, "reads_per_s": speed, "peak_bytes": peak}
-    for part in (*PARTS, LONG):
-        found[part] = scored(data.labels(part), *peer.classify(data.folder / f"{part}.fa"))
-    return found
+    peer = NaiveBayes(8, len(data.rows))
+    found: Result = {"name": "naive Bayes, 8-mers"}
+    found |= {f"train_{n}": v for n, v in measured(lambda: peer.fit(data.folder / "deep.fa.gz")).items()}
+
+    def answers(part: str, _: bool) -> Answers:
+        classes, likely = peer.classify(data.folder / f"{part}.fa")
+        return Answers(classes, data.genus[classes], likely)
+
+    return found | {"sets": _sets(data, answers, ("known", "heldout"))}
 
 
 def kraken(data: Data) -> Result:
     """Its database is built from the genomes themselves; --confidence gives the curve."""
-    peer = KrakenPeer(data.folder / "kraken", data.classes())
-    train_s, peak = measured(lambda: peer.build(data.files("train"), data.mapping))
-    speed, classify_bytes = peer.speed(data.folder / "speed.fa", measured)
-    found: Result = {"reads": 0, "train_s": train_s, "reads_per_s": speed[1], "reads_per_s_2_threads": speed[2]}
-    found |= {"peak_bytes": peak, "classify_bytes": classify_bytes}
-    for part in (*PARTS, LONG):
+    taxa = {int(row["tax_id"]): int(row["class_id"]) for row in data.rows}
+    peers = {leave_out: KrakenPeer(data.folder / f"kraken-{leave_out}", taxa) for leave_out in (False, True)}
+    found: Result = {"name": "Kraken 2"}
+    for leave_out, peer in peers.items():
+        cost = measured(lambda peer=peer, out=leave_out: peer.build(data.files("train", out), data.mapping))
+        found |= {} if leave_out else {f"train_{name}": value for name, value in cost.items()}
+    reads, out = data.folder / "speed.fa", data.folder / "kraken.out"
+    found |= speeds(lambda threads: peers[False].write(reads, out, threads=threads))
+
+    def answers(part: str, leave_out: bool, confidence: float = 0.0) -> Answers:
+        classes, genera = peers[leave_out].classify(data.folder / f"{part}.fa", confidence)
+        genera = np.where(classes >= 0, data.genus[classes], genera)
+        return Answers(classes, genera, (classes >= 0).astype(float))
+
+    found["sets"] = _sets(data, answers, SETS, outside=True)
+    for part in ("known", "heldout"):
         labels = data.labels(part)
-        found[part] = scored(labels, peer.classify(data.folder / f"{part}.fa", 0.0), None)
-        points = [
-            scored(labels, peer.classify(data.folder / f"{part}.fa", c), None) for c in (0.05, 0.1, 0.2, 0.4, 0.6)
-        ]
-        found[part]["curve"] = [[p["precision"], p["recall"]] for p in (found[part], *points)]
+        points = [scored(labels, answers(part, False, c), data.genus) for c in CONFIDENCES]
+        found["sets"][part]["curve"] = [[p["precision"], p["recall"]] for p in (found["sets"][part], *points)]
     return found
 
 
-def scored(label: np.ndarray, predicted: np.ndarray, probability: np.ndarray | None) -> Result:
-    """Species-level scores; -1 is unclassified. The curve is precision and recall by decreasing confidence."""
-    right = predicted == label
-    classes = np.unique(label)
-    f1 = [2 * (right & (label == c)).sum() / ((predicted == c).sum() + (label == c).sum()) for c in classes]
-    classified = predicted >= 0
-    found: Result = {
-        "accuracy": float(right.mean()),
-        "macro_f1": float(np.mean(f1)),
-        "precision": float(right[classified].mean()),
-        "recall": float(right.mean()),
-    }
-    if probability is not None:
-        order = np.argsort(-probability, kind="stable")
-        hits = np.cumsum(right[order])
-        places = np.unique(np.geomspace(100, len(order), 300).astype(int)) - 1
-        found["curve"] = [[float(hits[p] / (p + 1)), float(hits[p] / len(order))] for p in places]
+def _sets(
+    data: Data, answers: Callable[[str, bool], Answers], parts: Sequence[str], *, outside: bool = False
+) -> dict[str, Result]:
+    """The scores of each set; those of the database without some species, if there is one, are of `without`."""
+    found = {part: scored(data.labels(part), answers(part, False), data.genus) for part in parts if part != "random"}
+    if "random" in parts or outside:
+        found["random"] = scored(data.labels("random"), answers("random", False), data.genus)
+    if outside:
+        is_out = np.array([row["species"] in LEFT_OUT for row in data.rows])
+        for part in ("outside", "mixed"):
+            labels = data.labels(part)
+            found[part] = scored(np.where(is_out[labels], -1, labels), answers(part, True), data.genus, labels)
     return found
 
 
-def recall_at(found: Result, precision: float) -> float:
-    """The highest recall at no less than this precision."""
-    return max((r for p, r in found["curve"] if p >= precision), default=0.0)
+def ours(data: Data, run: Path, part: str) -> Answers:
+    """At threshold 0 for the curve: `scored` applies the default one, 0.5."""
+    out = classify(data, run, part, "--threshold", 0)
+    with out.open() as file:
+        rows = [(int(row["class"] or -1), float(row["probability"])) for row in csv.DictReader(file, delimiter="\t")]
+    classes, likely = (np.array(column) for column in zip(*rows, strict=True))
+    genera = np.where((classes >= 0) & (likely >= 0.5), data.genus[classes], -1)
+    if part in ("heldout", "outside"):  # the genus, also where no species reaches the threshold
+        names = [row["genus"] for row in data.rows]
+        with classify(data, run, part).open() as file:
+            taxa = [(row["rank"], row["taxon"]) for row in csv.DictReader(file, delimiter="\t")]
+        is_only_genus = np.array([rank == "genus" for rank, _ in taxa])
+        genera[is_only_genus] = [names.index(taxon) for rank, taxon in taxa if rank == "genus"]
+    return Answers(classes, genera, likely)
 
 
-def epochs(data: Data) -> Result:
-    """The counting pass and the training steps of kmer-linear, streamed and from RAM, interleaved."""
-    import torch
+def classify(data: Data, run: Path, part: str, *options: object, pinned: int | None = None) -> Path:
+    out = data.folder / f"{run.name}-{part}.tsv"
+    more = ["--index-dir", data.folder / "index", "--force", *options]
+    millstream("classify", run, data.folder / f"{part}.fa", "-o", out, *more, pinned=pinned)
+    return out
 
-    from millstream.core.console import ignore_message
-    from millstream.core.loader import Loader
-    from millstream.core.split import LABEL
-    from millstream.features import fields
-    from millstream.reads.classifiers import classifier_kit
-    from millstream.reads.files.index import IndexSettings
-    from millstream.reads.kind import HEADERS, ReadSettings
-    from millstream.reads.open import open_reads
-    from millstream.training.loop import Clock
 
-    torch.set_num_threads(1)  # as `millstream train` does on two cores
-    kit = classifier_kit("kmer-linear", ReadSettings(memory=LITTLE), len(data.classes()))
-    opened = {
-        name: open_reads([data.folder / name], settings=IndexSettings(header_regex=HEADERS), mapping=data.mapping)
-        for name in ("epoch.fa", "epoch.fa.gz")
-    }
+def scored(labels: np.ndarray, found: Answers, genus: np.ndarray, truth: np.ndarray | None = None) -> Result:
+    """Per species, at the default threshold, and the curve over all. `truth`: labels with those of species left out."""
+    is_called = found.classes >= 0
+    predicted = np.where(is_called & (found.likely >= 0.5), found.classes, -1)
+    right, classified = (predicted == labels) & (labels >= 0), predicted >= 0
+    result: Result = {"reads": len(labels), "classified": int(classified.sum())}
+    if truth is not None:
+        is_genus = (found.genera >= 0) & (genus[truth] == found.genera)
+        result["wrong_of_outside"] = float(classified[labels < 0].mean())
+        result["right_genus"] = float(is_genus.mean())
+    if (labels < 0).all():
+        return result
+    classes = np.unique(labels[labels >= 0])
+    f1 = [2 * (right & (labels == c)).sum() / ((predicted == c).sum() + (labels == c).sum()) for c in classes]
+    order = np.argsort(np.where(is_called, -found.likely, 1), kind="stable")[: int(is_called.sum())]
+    hits = np.cumsum((found.classes == labels)[order])
+    is_last = np.append(np.diff(found.likely[order]) != 0, True)
+    num_known = int((labels >= 0).sum())
+    places = np.flatnonzero(is_last)
+    places = places[np.unique(np.linspace(0, len(places) - 1, 400).astype(int))]
+    result |= {
+        "precision": float(right.sum() / max(classified.sum(), 1)), "recall": float(right.sum() / num_known),
+        "macro_f1": float(np.mean(f1)), "recall_at_0": float(hits[-1] / num_known),
+        "curve": [[float(hits[p] / (p + 1)), float(hits[p] / num_known)] for p in places],
+    }  # fmt: skip
+    by_genus = np.where(labels >= 0, genus[labels], -1)
+    for name, truths, answers in (("species", labels, predicted), ("genus", by_genus, found.genera)):
+        result[name] = {
+            int(c): [float((answers[truths == c] == c).mean()), float((truths[answers == c] == c).mean())]
+            for c in np.unique(truths[truths >= 0]) if (answers == c).any()
+        }  # fmt: skip
+    return result
 
-    def batches(way: str, order: str) -> Iterable[dict[str, Any]]:
-        name, budget = WAYS[way]
-        return Loader(
-            opened[name], batch_size=1024, features=[*kit.features, fields(LABEL)], memory=budget // 2, order=order,
-            notify=ignore_message, rank=0, world=1,
-        )  # fmt: skip
 
-    def count(net: Any, some: Iterable[dict[str, Any]]) -> None:
-        net.prepare(some)
+def speeds(work: Callable[[int], object]) -> Result:
+    """With one thread and two: seconds, CPU time, and the peak memory."""
+    return {f"threads_{threads}": measured(lambda threads=threads: work(threads)) for threads in (1, 2)}
 
-    def train(net: Any, some: Iterable[dict[str, Any]]) -> None:
-        optimizer = net.optimizer(0.02, 0.0)
-        for batch in some:
-            loss, _ = net(batch, batch[LABEL], torch.ones(len(batch[LABEL])))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
-    works: Mapping[str, tuple[Callable[[Any, Iterable[dict[str, Any]]], None], str]] = {
-        "counting": (count, "none"),
-        "training": (train, "auto"),
-    }
-    found: Result = {}
-    for work, (do, order) in works.items():
-        some = batches("reads in RAM", order)
-        ready = [{name: value.clone() for name, value in batch.items()} for batch in some]
-        net = kit.build(ready[0])
-        net.train()
-        seconds: dict[str, list[float]] = {way: [] for way in (READY, *WAYS)}
-        waiting: dict[str, list[float]] = {way: [] for way in (READY, *WAYS)}
-        for turn in range(data.sizes.turns + 1):
-            for way in seconds:
-                timing = Clock()
-                do(net, timing.watch(ready if way == READY else batches(way, order)))
-                timing.stop()
-                if turn:
-                    seconds[way].append(timing.seconds)
-                    waiting[way].append(timing.share)
-        middle = {way: float(np.median(times)) for way, times in seconds.items()}
-        found[work] = {
-            way: {
-                "seconds": middle[way],
-                "of_reads_in_ram": middle[way] / middle["reads in RAM"],
-                "of_batches_in_ram": middle[way] / middle[READY],
-                "waiting": float(np.median(waiting[way])),
-            }
-            for way in seconds
-        }
-        print(work, json.dumps(found[work]), flush=True)
-    return found
+def measured(work: Callable[[], object]) -> dict[str, float]:
+    """Seconds, CPU time and peak memory of this process tree."""
+    before = _cpu_s()
+    with peak_pss() as memory:
+        seconds = clock(work)
+    return {"s": seconds, "cpu_s": _cpu_s() - before, "bytes": memory.peak_bytes, "file_bytes": memory.peak_file_bytes}
+
+
+def _cpu_s() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def _train(data: Data, run: Path, reads: Path | str, model: str, settings: Sequence[str]) -> None:
+    shutil.rmtree(run, ignore_errors=True)
+    given = {"data.train": reads, "data.val": data.folder / "val.fa", "mapping": data.mapping, "model": model}
+    given |= {"memory": MEMORY, "out": run, "data.index_dir": data.folder / "index"}
+    millstream("train", *(f"{name}={value}" for name, value in given.items()), *settings)
 
 
 def random_model(folder: Path) -> Path:
@@ -356,89 +344,13 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
-def write_page(result: Result) -> None:
-    """Write the table as Markdown in place of the previous one, and the curve next to it."""
-    rows = result["compare"]
-    peer = rows["Kraken 2"]
-    lines = [
-        "| | known: accuracy | macro F1 | recall at Kraken's precision | heldout: accuracy | macro F1 | recall at "
-        "Kraken's precision | long: accuracy | training reads | training, s | reads/s | peak memory, MB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in rows.items():
-        cells: list[str] = []
-        for part in PARTS:
-            at = peer[part]["recall"] if row is peer else recall_at(row[part], peer[part]["precision"])
-            cells += [f"{row[part]['accuracy']:.4f}", f"{row[part]['macro_f1']:.4f}", f"{at:.4f}"]
-        cells.append(f"{row[LONG]['accuracy']:.4f}" if LONG in row else "–")
-        reads = f"{row['reads']:,}" if row["reads"] else "the genomes"
-        speed = f"{row['reads_per_s']:,.0f}"
-        if row is peer:
-            speed += f" (2 threads: {row['reads_per_s_2_threads']:,.0f})"
-        memory = f"{row['peak_bytes'] / 1e6:,.0f}"
-        lines.append(f"| {name} | {' | '.join(cells)} | {reads} | {row['train_s']:,.0f} | {speed} | {memory} |")
-    stated = ", ".join(f"{peer[part]['precision']:.4f} on {part}" for part in PARTS)
-    text = [
-        "## Reads",
-        "",
-        "`python benchmarks/classify.py GENOMES`: 20 species, 150 bp reads with a 1 % substitution rate; 40,000 from "
-        "new positions in the training strains (known) and 40,000 from other strains of 10 of the species (heldout); "
-        "and 4,000 of those strains of about 10,000 bases with 7 % errors (long). "
-        f"Kraken 2 classifies a read or leaves it unclassified, with a precision of {stated}; the other classifiers "
-        "assign every read, and are compared with it at the threshold that gives the same precision.",
-        "",
-        *lines,
-        "",
-        "![precision against recall](classify.svg)",
-    ]
-    if "epoch" in result:
-        text += [
-            "",
-            "kmer-linear with `memory=300MB`, 2 million reads, two cores: one pass counts k-mers, another one trains.",
-            "",
-            "| | s | of reads in RAM | of batches ready in RAM | waiting for data |",
-            "|---|---|---|---|---|",
-        ]
-        for work, ways in result["epoch"].items():
-            for way, row in ways.items():
-                ratios = f"{row['of_reads_in_ram']:.2f} | {row['of_batches_in_ram']:.2f}"
-                text.append(f"| {work}, {way} | {row['seconds']:.1f} | {ratios} | {row['waiting']:.1%} |")
-    update_page(MARK, text)
-    draw(rows)
-
-
-def draw(rows: Mapping[str, Result]) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    matplotlib.rcParams["svg.hashsalt"] = "millstream"
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for ax, part in zip(axes, PARTS, strict=True):
-        for name, row in rows.items():
-            precision, recall = np.array(row[part]["curve"]).T
-            is_peer = name == "Kraken 2"
-            ax.plot(recall, precision, "k.--" if is_peer else "-", label=name, zorder=3 if is_peer else 2)
-        ax.set(title=part, xlabel="recall", ylabel="precision", ylim=(0.8, 1.005))
-    axes[0].legend(fontsize=8)
-    figure.savefig(CURVE, metadata={"Date": None})
-
-
-def measured(work: Callable[[], object]) -> tuple[float, int]:
-    """Seconds, and the peak PSS of this process tree."""
-    with peak_pss() as memory:
-        seconds = clock(work)
-    return seconds, memory.peak_bytes
-
-
-def millstream(command: str) -> list[str]:
-    return [sys.executable, "-m", "millstream", command]
-
-
-def run(command: str, *arguments: object) -> None:
-    print(f"$ millstream {command} ... {' '.join(map(str, arguments[-4:]))}", flush=True)
-    subprocess.run([*millstream(command), *map(str, arguments)], check=True)
+def millstream(command: str, *arguments: object, pinned: int | None = None) -> None:
+    """Run a command, on this many cores if it is `pinned`."""
+    cores = sorted(os.sched_getaffinity(0))[:pinned]
+    words = [sys.executable, "-m", "millstream", command, *map(str, arguments)]
+    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))
+    if done.returncode:
+        sys.exit(f"millstream {command}: {done.stderr[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import csv
 import gzip
+import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,6 @@ LENGTH = 150
 CHUNK = 100_000
 CODES = np.full(256, 4, np.uint8)
 CODES[np.frombuffer(b"ACGT", np.uint8)] = np.arange(4)
-Measured = Callable[[Callable[[], object]], tuple[float, int]]
 
 
 class NaiveBayes:
@@ -48,43 +48,42 @@ class KrakenPeer:
     def __init__(self, database: Path, classes: Mapping[int, int]) -> None:
         self.database, self.classes = database, classes
 
-    def build(self, genomes: Sequence[str], mapping: Path) -> None:
-        """Build a taxonomy of root, genera and species, add the genomes, build the hash table."""
+    def build(self, genomes: Sequence[Path], mapping: Path) -> None:
+        """Build a taxonomy of root, genera and species, add the genomes, build the hash table, unless it is there."""
+        if (self.database / "hash.k2d").exists():
+            return
         (self.database / "taxonomy").mkdir(parents=True, exist_ok=True)
         self._write_taxonomy(mapping)
         for genome in genomes:
-            taxon = re.match(r"\d+", Path(genome).name)
-            plain = self.database / Path(genome).name.removesuffix(".gz")
+            taxon = re.match(r"\d+", genome.name)
+            plain = self.database / genome.name.removesuffix(".gz")
             with gzip.open(genome, "rt") as file, plain.open("w") as out:
                 for line in file:
                     out.write(f">kraken:taxid|{taxon[0]}|{line[1:]}" if line[0] == ">" and taxon else line)
             self._run("kraken2-build", "--db", self.database, "--add-to-library", plain, "--no-masking")
         self._run("kraken2-build", "--db", self.database, "--build", "--threads", "2", "--no-masking")
 
-    def classify(self, reads: Path, confidence: float) -> np.ndarray:
-        """The class of every read; -1 if it is unclassified or assigned above species level."""
-        output = self._run(
-            "kraken2", "--db", self.database, "--confidence", confidence, "--output", "/dev/stdout", reads
-        )  # fmt: skip
-        taxa = (int(line.split("\t", 3)[2]) for line in output.splitlines() if line[:1] in "CU")
-        return np.array([self.classes.get(taxon, -1) for taxon in taxa])
+    def write(self, reads: Path, out: Path, *, confidence: float = 0.0, threads: int = 1) -> str:
+        """Kraken's own output; the text of it if `out` is /dev/stdout."""
+        arguments = ["--confidence", confidence, "--threads", threads, "--output", out, reads]
+        return self._run("kraken2", "--db", self.database, *arguments)
 
-    def speed(self, reads: Path, measured: Measured) -> tuple[dict[int, float], int]:
-        """Reads per second by number of threads, as reported by Kraken itself; and its peak memory."""
-        found: dict[int, float] = {}
-        peak = 0
-        for threads in (1, 2):
-            logs: list[str] = []
+    def classify(self, reads: Path, confidence: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+        """The class of every read, and its genus if that is all; -1 if there is none."""
+        output = self.write(reads, Path("/dev/stdout"), confidence=confidence)
+        taxa = [int(line.split("\t", 3)[2]) for line in output.splitlines() if line[:1] in "CU"]
+        genera = self.genera()
+        classes = np.array([self.classes.get(taxon, -1) for taxon in taxa])
+        return classes, np.array([genera.get(taxon, -1) for taxon in taxa])
 
-            def work(threads: int = threads, logs: list[str] = logs) -> None:
-                arguments = ["--threads", threads, "--output", "/dev/null", reads]
-                logs.append(self._run("kraken2", "--db", self.database, *arguments, errors=True))
-
-            peak = max(peak, measured(work)[1])
-            match = re.search(r"processed in ([\d.]+)s \(([\d.]+) Kseq/m", logs[0])
-            assert match, logs[0]
-            found[threads] = float(match[2]) * 1000 / 60
-        return found, peak
+    def genera(self) -> dict[int, int]:
+        """The first class of each genus, by the taxon of the genus."""
+        nodes = [line.split("\t|\t") for line in (self.database / "taxonomy" / "nodes.dmp").read_text().splitlines()]
+        found: dict[int, int] = {}
+        for node in nodes:
+            if node[2] == "species":
+                found.setdefault(int(node[1]), self.classes[int(node[0])])
+        return found
 
     def _write_taxonomy(self, mapping: Path) -> None:
         with mapping.open() as file:
@@ -101,9 +100,10 @@ class KrakenPeer:
         (self.database / "taxonomy" / "nodes.dmp").write_text("\n".join(nodes) + "\n")
         (self.database / "taxonomy" / "names.dmp").write_text("\n".join(names) + "\n")
 
-    def _run(self, *arguments: object, errors: bool = False) -> str:
-        done = subprocess.run([str(word) for word in arguments], check=True, capture_output=True, text=True)
-        return done.stderr if errors else done.stdout
+    def _run(self, *arguments: object) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # it obeys it
+        words = [str(word) for word in arguments]
+        return subprocess.run(words, check=True, capture_output=True, text=True, env=environment).stdout
 
 
 def _chunks(path: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:

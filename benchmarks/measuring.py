@@ -158,7 +158,11 @@ def _watch(memory: Memory) -> None:
 
 def _tree(pid: str) -> Iterator[str]:
     yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):  # a child belongs to the thread that started it
+    try:
+        threads = list(Path(f"/proc/{pid}/task").glob("*/children"))  # a child belongs to the thread that started it
+    except OSError:  # the process has ended
+        return
+    for children in threads:
         try:
             numbers = children.read_text().split()
         except OSError:  # the thread has ended

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
-from typing import Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from millstream.core.batches import Batch, collate, fetch_batch
 from millstream.core.collection import Collection, Numbers
 from millstream.core.order import mix
 from millstream.core.record import Array
+
+if TYPE_CHECKING:
+    import torch
 
 NUMBERS = "numbers"
 _OBJECT_BYTES = 100  # assumed size of a text or a list in a batch
@@ -78,9 +81,17 @@ class EachFeature:
 class FeaturePipeline:
     """Fetch, features, tensors: the outputs of all features in one dict, plus `numbers`, the record numbers."""
 
-    def __init__(self, collection: Collection, features: Feature | Sequence[Feature] | None, *, seed: int) -> None:
+    def __init__(
+        self,
+        collection: Collection,
+        features: Feature | Sequence[Feature] | None,
+        *,
+        seed: int,
+        tensors: bool = True,
+    ) -> None:
         given = [FieldFeature(None, pad=True)] if features is None else features
         self._seed = seed
+        self._convert: Callable[[object], object] = to_torch if tensors else lambda value: value
         self._groups = _group(list(given) if isinstance(given, Sequence) else [given])
         for names, _ in self._groups:
             _check_fields(collection, names)
@@ -131,11 +142,11 @@ class FeaturePipeline:
                 for name, value in feature(wanted, seed=self._seed, epoch=epoch).items():
                     if name in made:
                         raise ValueError(f"two features give {name!r}; names in a batch must be unique")
-                    made[name] = to_torch(value)
+                    made[name] = self._convert(value)
                     num_bytes, is_fresh = _bytes_of(made[name], span[0])
                     kept_bytes += num_bytes
                     fresh_bytes += num_bytes if is_fresh else 0
-            made.setdefault(NUMBERS, to_torch(batch.numbers))
+            made.setdefault(NUMBERS, self._convert(batch.numbers))
         self._growth = max(self._growth, fresh_bytes / max(fetched_bytes, 1))
         return made, kept_bytes
 
@@ -149,6 +160,19 @@ class FeaturePipeline:
                 record = int(collection.record_numbers(alone)[0])
                 error.add_note(f"record {record} is the first in its batch that fails")
                 return
+
+
+def fitting_batch(collection: Collection, features: Sequence[Feature], *, memory: int, at_most: int) -> int:
+    """`at_most`, or fewer if records are so large that a few batches would fill the memory.
+
+    A feature whose output is much larger than what it is made of says how much: `growth`.
+    """
+    some = np.unique(np.linspace(0, len(collection) - 1, 32).astype(np.int64)) if len(collection) else np.zeros(0, int)
+    named = [collection.field_names if feature.fields is None else feature.fields for feature in features]
+    names = list(dict.fromkeys(name for names in named for name in names))
+    largest = int(collection.sizes(some, names).max(initial=1))
+    growth = max((getattr(feature, "growth", 1) for feature in features), default=1)
+    return max(1, min(at_most, memory // 8 // (largest * growth)))
 
 
 def to_torch(value: object) -> object:
@@ -219,12 +243,16 @@ def _span(batch: Batch) -> tuple[tuple[int, int], int]:
 
 def _bytes_of(value: object, span: tuple[int, int]) -> tuple[int, bool]:
     """Bytes of a feature, and whether they are new rather than views of what was fetched."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.nbytes, not span[0] <= value.data_ptr() < span[1]
+    if isinstance(value, np.ndarray):
+        array = cast(Array, value)
+        return array.nbytes, not span[0] <= cast(int, array.__array_interface__["data"][0]) < span[1]
+    if hasattr(value, "data_ptr"):
+        tensor = cast("torch.Tensor", value)
+        return tensor.nbytes, not span[0] <= tensor.data_ptr() < span[1]
     if isinstance(value, list):
         items = cast("list[object]", value)
+        if items and isinstance(items[0], str):
+            return _OBJECT_BYTES * len(items), True
         sizes = [_bytes_of(item, span) for item in items]
         return sum(size for size, _ in sizes), all(fresh for _, fresh in sizes)
     return _OBJECT_BYTES, True

@@ -31,6 +31,7 @@ ARRIVING = 8  # of the memory, the part for bodies on their way: with all connec
 TRIM_BYTES = 4 << 20  # of growth, at least, before freed memory is returned to the system
 BLOCKS = 8  # compressed blocks in memory at a time: with fewer, a loader took more than its memory
 REMOTE_THREADS = 4  # at most, if the requests of fewer batches do not keep all connections busy
+ONCE_BYTES = 32 << 20  # of mapped files in order "none", which reads every page once
 VERSION = 1  # of the state
 
 
@@ -41,9 +42,10 @@ class Loader:
     A batch is a dict of tensors (and lists of texts) that `features` compute from the records, plus `numbers`, their
     record numbers. `memory` limits what the loader holds: batches in progress and waiting, decoded blocks, buffers.
     With `length_buckets`, the records of that many batches are dealt out again, so that those of a batch have similar
-    lengths and need little padding. Ranks of a torchrun or torch.distributed job read disjoint positions of one global
-    order. `state_dict()` after any batch resumes there, also in another process and with other threads, ranks or batch
-    size: every remaining record comes exactly once.
+    lengths and need little padding. With `tensors=False` batches are of numpy arrays, and torch is not imported. Ranks
+    of a torchrun or torch.distributed job read disjoint positions of one global order. `state_dict()` after any batch
+    resumes there, also in another process and with other threads, ranks or batch size: every remaining record comes
+    exactly once.
 
     >>> loader = ms.Loader(traces, batch_size=32, features=ms.features.layers(token="last"), seed=7, memory="2GB")
     >>> for batch in loader:
@@ -66,6 +68,7 @@ class Loader:
         drop_last: bool = False,
         tail: Tail = "drop",
         pin_memory: bool = False,
+        tensors: bool = True,
         notify: Callable[[str], None] = say,
     ) -> None:
         self._memory = parse_bytes(memory)
@@ -74,9 +77,11 @@ class Loader:
         rank, world = find_ranks(rank, world)
         blocks, pages = split_files(collection, self._memory - self._budget)
         plan = plan_order(collection, order, room=blocks, world=world)
+        if order == "none":
+            pages = min(pages, ONCE_BYTES)
         self._plan = replace(plan, buckets=plan_buckets(plan, length_buckets, batch=batch_size * world))
         self._collection = collection.within(blocks)
-        self._pipeline = FeaturePipeline(collection, features, seed=seed)
+        self._pipeline = FeaturePipeline(collection, features, seed=seed, tensors=tensors)
         self._layout = Layout(len(collection), batch_size, rank, world, drop_last, tail)
         self._wanted, self._seed, self._threads = order, seed, threads
         self._pins = pin_memory and _can_pin()

@@ -15,8 +15,7 @@ from millstream.core.console import quoted
 from millstream.core.files import publish_json
 from millstream.core.fingerprint import file_crc32c
 from millstream.errors import BadSetting, BadSource
-from millstream.reads.classifiers.nets import CLASS, PROBABILITY
-from millstream.reads.mapping import Classes, prediction_column
+from millstream.reads.mapping import CLASS, PROBABILITY, Classes, prediction_column
 from millstream.training.folder import (
     CONFIG,
     SCORES,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 MOST = 8  # plausible classes of a read, whose probability is at least LEAST of the highest
 LEAST = 0.01
+LEAST_VOTE = 1e-4  # of a window for a class: one that is very sure of another does not outvote all others
 BINS = np.array([0.05, 0.25, 0.7], np.float32)  # of the probability, as a share of the highest
 LEVELS = len(BINS) + 1
 UNIT = 1024  # parts of the probability of one read

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from millstream.reads.reads import Reads
 
 MODEL_GROUPS = ()
+KMER_LINEAR, KMER_EXACT = "kmer-linear", "kmer-exact"
+MACRO_F1 = "macro F1"  # what classifiers are chosen by
 HEADERS = r"^lbl\|(?P<class_id>\d+)\|(?P<tax_id>\d+)?\|(?P<readlen>\d+)?\|(?P<name>[^/\s]+)(?:/(?P<mate>\d+))?$"
 ROW_COLUMNS = ("read", "class", "tax_id", "taxon", "rank", "probability")  # of what `classify` writes
 ON_MISMATCH = ("error", "skip", "null")

@@ -3,15 +3,13 @@
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from millstream.errors import BadSource
-from millstream.reads.classifiers.nets import CLASS, PROBABILITY
-from millstream.reads.mapping import Classes, prediction_column
+from millstream.reads.mapping import CLASS, PROBABILITY, Classes, prediction_column
 from millstream.reads.taxonomy import RANKS, ROOT, Taxon
 
 SPECIES, NO_RANK = "species", "no rank"
@@ -53,14 +51,14 @@ class Assignments:
         return [*(taxon for taxon in reversed(above) if taxon >= number), *own]
 
     def choose(
-        self, predictions: Mapping[str, Tensor], threshold: float | Sequence[float]
+        self, predictions: Mapping[str, NDArray[Any]], threshold: float | Sequence[float]
     ) -> tuple[Numbers, NDArray[np.float32]]:
         """For each read the lowest taxon that reaches the threshold, and its probability; if none, the class's.
 
         There may be a threshold for classes and one for each rank. The probability of a taxon is the sum over its
         classes. A probability of 0 means that a read cannot be classified, at any threshold.
         """
-        found = {name: values.cpu().numpy() for name, values in predictions.items()}
+        found = {name: np.asarray(values) for name, values in predictions.items()}
         of_class, *of_ranks = np.broadcast_to(threshold, 1 + len(self.starts)).tolist()
         probability = found[PROBABILITY].astype(np.float32)
         numbers = np.where(

@@ -19,6 +19,7 @@ from millstream.errors import BadSource
 from millstream.reads.taxonomy import LINEAGES, RANKS, Lineage, Taxon, lineages_of, load_lineages
 
 KEY, FILE = "class_id", "file"
+CLASS, PROBABILITY = "class", "probability"  # of predictions
 TAX_ID = ("tax_id", "taxid", "taxon_id")  # columns of tax ids
 _NAMES = ("species", "name", "label", "organism", "strain")  # columns that name a class, the best first
 _NULLS = ("", "NA", "N/A", "#N/A", "null", "NULL", "NaN", "nan")  # in a column of numbers

@@ -17,7 +17,6 @@ from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import parse_bytes
 from millstream.core.console import Progress, progress, quoted, say, silent
 from millstream.core.engine import Engine
-from millstream.core.features import Feature, fields
 from millstream.core.files import is_device
 from millstream.core.kernels import require_numba
 from millstream.core.memory import Allowance, available_bytes
@@ -28,6 +27,7 @@ from millstream.reads.files import ReadFile
 from millstream.reads.files.columns import outdated_column
 from millstream.reads.files.in_order import ENDINGS, STDIN
 from millstream.reads.files.index import SUFFIX, IndexSettings, build_index, find_index, load_index, settings_of
+from millstream.reads.files.names import NameText
 from millstream.reads.files.sections import Sections
 from millstream.reads.files.source import looks_like_reads
 from millstream.reads.labels import put_classes, put_table
@@ -39,7 +39,7 @@ from millstream.reads.reads import Part, Reads, Unknown
 # Files named like reads must be reads; other files in a folder are used if they look like reads.
 _SUFFIXES = (".fa", ".fasta", ".fna", ".fq", ".fastq")
 READ_NAMES = tuple(suffix + wrap for suffix in _SUFFIXES for wrap in ("", ".gz", ".bgz", ".zst"))
-NAME = "name"
+NAME, NAME_OFFSETS = "name", "name_offsets"
 Found = TypeVar("Found")
 Paths = str | Path | Sequence[str | Path]
 
@@ -244,11 +244,6 @@ def open_files(
     return Subset(Concat([*files, *others]), Alternating(((first, True),))), parts
 
 
-def name_feature(parts: Sequence[Part]) -> Feature:
-    """`name`: the first word of each header."""
-    return HeaderNames(parts) if any(NAME in part.columns for part in parts) else fields(NAME)
-
-
 def first_of(paths: Paths) -> str:
     """How messages refer to these paths."""
     return str(paths) if isinstance(paths, str | Path) else str(paths[0])
@@ -256,13 +251,18 @@ def first_of(paths: Paths) -> str:
 
 @dataclass(frozen=True)
 class HeaderNames:
-    """`name`: the first word of each header, for indexes with another column of this name."""
+    """`name` and `name_offsets`: the first words of the headers, as `NameText`."""
 
     parts: Sequence[Part]
     fields: tuple[str, ...] = ()
 
     def __call__(self, batch: Batch, *, seed: int = 0, epoch: int = 0) -> Mapping[str, object]:
-        return {NAME: header_names(self.parts, batch.numbers)}
+        some = [(part, rows) for part, rows, _ in by_part(self.parts, batch.numbers)]
+        if len(some) == 1:
+            found = some[0][0].name_text(some[0][1])
+        else:
+            found = NameText.of(header_names(self.parts, batch.numbers))
+        return {NAME: found.text, NAME_OFFSETS: found.offsets}
 
 
 def read_lengths(parts: Sequence[Part], numbers: Numbers) -> Numbers:

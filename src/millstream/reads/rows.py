@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from millstream.core.kernels import kernel
+from millstream.core.record import Bytes
 from millstream.reads.evidence import Evidence
+from millstream.reads.files.names import NameText
 from millstream.reads.kraken import Assignments
 from millstream.reads.taxonomy import ROOT
 
 Numbers = NDArray[np.int64]
 HEAD = b"read\tclass\ttax_id\ttaxon\trank\tprobability\n"
 KRAKEN, BINNING = ".kraken", ".binning"  # what names of such files end in, perhaps followed by .gz
+DIGITS = len("0.1234\n")
 THOUSAND = 1000  # in Kraken's last column, in which the k-mers of a read are counted by taxon, parts of its probability
 
 
@@ -69,9 +73,9 @@ class RowFormat:
         self.needs_lengths = kind == KRAKEN
         rows = list(zip(assignments.class_ids, assignments.taxa, assignments.ranks, strict=True))
         names = [" ".join(taxon.name.split()) for _, taxon, _ in rows]
-        middles = [  # from class to rank
-            f"\t{own}\t{taxon.tax_id}\t{name}\t{rank}\t" for (own, taxon, rank), name in zip(rows, names, strict=True)
-        ]
+        middles = NameText.of(  # from class to rank
+            [f"\t{own}\t{taxon.tax_id}\t{name}\t{rank}\t" for (own, taxon, rank), name in zip(rows, names, strict=True)]
+        )
         tax_ids = [_known_tax_id(assignments, number) for number in range(len(assignments))]
         self.text = {  # of these names, assignments, probabilities and lengths
             KRAKEN: partial(_kraken, tax_ids, assignments.unclassified),
@@ -101,16 +105,44 @@ def head_of(out: Path) -> bytes:
 
 
 def _table(
-    middles: Sequence[str], names: Sequence[str], numbers: Numbers, likely: NDArray[np.float32], _: Sequence[str]
+    middles: NameText, names: NameText, numbers: Numbers, likely: NDArray[np.float32], _: Sequence[str]
 ) -> bytes:
-    rows = zip(names, numbers.tolist(), likely.tolist(), strict=True)
-    return "".join([f"{name}{middles[number]}{probability:.4f}\n" for name, number, probability in rows]).encode()
+    sizes = np.diff(middles.offsets)[numbers]
+    out = np.empty(len(names.text) + int(sizes.sum()) + DIGITS * len(numbers), np.uint8)
+    _write_table(*names, *middles, numbers, likely, out)
+    return out.tobytes()
+
+
+@kernel
+def _write_table(
+    text: Bytes,
+    offsets: Numbers,
+    middle: Bytes,
+    middle_offsets: Numbers,
+    numbers: Numbers,
+    likely: NDArray[np.float32],
+    out: Bytes,
+) -> None:
+    at = 0
+    for row in range(numbers.size):
+        for i in range(offsets[row], offsets[row + 1]):
+            out[at] = text[i]
+            at += 1
+        for i in range(middle_offsets[numbers[row]], middle_offsets[numbers[row] + 1]):
+            out[at] = middle[i]
+            at += 1
+        value = int(np.rint(np.float64(likely[row]) * 10_000))
+        out[at], out[at + 1], out[at + DIGITS - 1] = 48 + value // 10_000, 46, 10
+        for i in range(4):
+            out[at + DIGITS - 2 - i] = 48 + value % 10
+            value //= 10
+        at += DIGITS
 
 
 def _kraken(
     tax_ids: Sequence[int],
     unclassified: int,
-    names: Sequence[str],
+    names: NameText,
     numbers: Numbers,
     likely: NDArray[np.float32],
     lengths: Sequence[str],
@@ -121,13 +153,13 @@ def _kraken(
             f"U\t{name}\t0\t{length}\t0:{THOUSAND}\n"
             if number == unclassified
             else f"C\t{name}\t{tax_ids[number]}\t{length}\t{tax_ids[number]}:{part} 0:{THOUSAND - part}\n"
-            for name, number, part, length in zip(names, numbers.tolist(), parts, lengths, strict=True)
+            for name, number, part, length in zip(names.names(), numbers.tolist(), parts, lengths, strict=True)
         ]
     ).encode()
 
 
 def _binning(
-    tax_ids: Sequence[int], names: Sequence[str], numbers: Numbers, *_: NDArray[np.float32] | Sequence[str]
+    tax_ids: Sequence[int], names: NameText, numbers: Numbers, *_: NDArray[np.float32] | Sequence[str]
 ) -> bytes:
-    rows = zip(names, numbers.tolist(), strict=True)
+    rows = zip(names.names(), numbers.tolist(), strict=True)
     return "".join([f"{name}\t{tax_ids[number]}\n" for name, number in rows if tax_ids[number] > 0]).encode()

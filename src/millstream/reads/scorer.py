@@ -5,31 +5,33 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from millstream.core.collection import Collection, Numbers, Subset
 from millstream.core.config import config_hash, parse_bytes, read_settings
 from millstream.core.console import ignore_message, quoted
+from millstream.core.features import Feature, fitting_batch
 from millstream.core.fingerprint import file_crc32c
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap
 from millstream.core.remote import to_path
 from millstream.errors import BadSetting, BadSource
 from millstream.reads.calibration import Thresholds, read_calibration, thresholds_at
-from millstream.reads.classifiers import ClassifierSpec, as_built, classification_task
-from millstream.reads.classifiers.nets import PLAUSIBLE, ReadPredictions
 from millstream.reads.evidence import MOST, Evidence
-from millstream.reads.kind import ReadSettings
+from millstream.reads.files.names import NameText
+from millstream.reads.kind import KMER_EXACT, MACRO_F1, ReadSettings
+from millstream.reads.kmers.matcher import KmerMatcher, Predictions
 from millstream.reads.kraken import Assignments
 from millstream.reads.mapping import Classes, classes_from_card
 from millstream.reads.open import (
     NAME,
+    NAME_OFFSETS,
+    HeaderNames,
     Paths,
     first_of,
-    name_feature,
     open_files,
     read_files,
     read_lengths,
@@ -38,12 +40,56 @@ from millstream.reads.pairs import shared_names
 from millstream.reads.qualities import check_qualities
 from millstream.reads.reads import Part
 from millstream.reads.rows import RowFormat, Rows, joined_rows
-from millstream.training.devices import ScoringDevice
-from millstream.training.folder import CONFIG, WEIGHTS, JobKey, card_kind, finished_jobs, job_folder, load, load_run
-from millstream.training.log import read_lines
+from millstream.training.folder import (
+    CONFIG,
+    WEIGHTS,
+    JobKey,
+    card_kind,
+    finished_jobs,
+    job_folder,
+    load,
+    load_arrays,
+    load_run,
+)
+from millstream.training.log import key_of, read_lines
 from millstream.training.remote_run import local_run
-from millstream.training.study import NetModel, Workplace
-from millstream.training.task import FitResources, Net, fitting_batch
+
+if TYPE_CHECKING:
+    from millstream.training.study import NetModel
+    from millstream.training.task import Net
+
+
+class Predictor(Protocol):
+    """A classifier at work: batches of `features`, of about `at_once` reads, to predictions."""
+
+    features: Sequence[Feature]
+    at_once: int
+    needs_tensors: bool
+
+    def __call__(self, batch: Mapping[str, object], /) -> Predictions: ...
+
+
+class NetPredictor:
+    """A net, and torch."""
+
+    needs_tensors = True
+
+    def __init__(self, model: "NetModel", net: "Net", classes: Classes, group: int) -> None:
+        from millstream.reads.classifiers.nets import ReadPredictions
+
+        self.features, self.at_once = model.scoring, model.at_once * net.passes
+        self._model, self._net = model, net
+        self._predict = ReadPredictions(classes.taxa_by_rank, group, MOST)
+
+    def __call__(self, batch: Mapping[str, object], /) -> Predictions:
+        import torch
+
+        from millstream.reads.classifiers.nets import PLAUSIBLE
+
+        with torch.inference_mode():
+            found = self._predict(self._net, self._model.fabric.to_device(batch))
+        arrays = {name: value.cpu().numpy() for name, value in found.items()}
+        return Predictions(arrays, *(arrays.pop(name) for name in PLAUSIBLE))
 
 
 @dataclass(frozen=True)
@@ -80,7 +126,7 @@ class TrainedClassifier:
         found = read_calibration(local_run(self.run), JobKey(self.name, self.seed))
         return thresholds_at(precision, found, where=str(self.run), name=self.name)
 
-    def restore(self, collection: Collection, *, memory: int | str) -> tuple[NetModel, Net]:
+    def restore(self, collection: Collection, *, memory: int | str) -> "tuple[NetModel, Net]":
         """The model for records like these, and its net. Its weights are loaded once, for any number of samples."""
         if self.is_loaded:
             (model,) = self._loaded
@@ -97,10 +143,25 @@ class TrainedClassifier:
         return bool(self._loaded)
 
     @cached_property
-    def _loaded(self) -> list[NetModel]:
+    def _arrays(self) -> Mapping[str, NDArray[Any]]:
+        arrays = load_arrays(self.weights)
+        if not KmerMatcher.fits(arrays):
+            raise BadSource(
+                f"{self.weights}: the weights do not match the {self.name} of this version of millstream. Train again "
+                "with another out="
+            )
+        return arrays
+
+    @cached_property
+    def _loaded(self) -> "list[NetModel]":
         return []
 
-    def _load(self, memory: int | str) -> NetModel:
+    def _load(self, memory: int | str) -> "NetModel":
+        from millstream.reads.classifiers import ClassifierSpec, as_built
+        from millstream.training.devices import ScoringDevice
+        from millstream.training.study import NetModel, Workplace
+        from millstream.training.task import FitResources
+
         tensors, _ = load(self.weights)
         settings = as_built(self.name, self.settings, {name: tensor.shape for name, tensor in tensors.items()})
         place = Workplace(settings, ScoringDevice.default(), str(self.run))
@@ -109,6 +170,13 @@ class TrainedClassifier:
         assert isinstance(model, NetModel)
         model.arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         return model
+
+    def predictor(self, collection: Collection, *, group: int, memory: int) -> Predictor:
+        """Predicts rows of `group` reads each."""
+        if self.name == KMER_EXACT:  # without torch, which takes seconds and 200 MB to import
+            ranks, least = self.classes.taxa_by_rank, self.settings.min_quality
+            return KmerMatcher(self._arrays, len(self.classes), ranks, group, least)
+        return NetPredictor(*self.restore(collection, memory=memory), self.classes, group)
 
 
 def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
@@ -131,7 +199,7 @@ def find_classifier(run: Path, name: str | None = None) -> TrainedClassifier:
     if name is not None and name not in seeds:
         raise BadSetting(f"--model {name}: not finished in {run}; must be one of {', '.join(sorted(seeds))}")
     best: dict[str, float] = {}
-    key = classification_task(settings, classes).key
+    key = key_of(MACRO_F1)
     for line in read_lines(folder):
         model = str(line.get("model"))
         if line["kind"] == "epoch" and line.get("seed") == seeds.get(model):
@@ -195,10 +263,9 @@ class Scorer:
         group, memory = settings.group, settings.memory
         check_qualities(parts, replace(trained.settings, model=trained.name).needs_qualities)
         self._assignments = Assignments(trained.classes)
-        self._predict = ReadPredictions(trained.classes.taxa_by_rank, group, MOST)
-        self._model, self._net = trained.restore(collection, memory=memory)
-        self._features = [*self._model.scoring, name_feature(parts)]
-        most = max((settings.batch_size or self._model.at_once * self._net.passes) // group, 1) * group
+        self._predict = trained.predictor(collection, group=group, memory=memory)
+        self._features = [*self._predict.features, HeaderNames(parts)]
+        most = max((settings.batch_size or self._predict.at_once) // group, 1) * group
         size = fitting_batch(collection, self._features, memory=memory // 2, at_most=most)
         self.size = -(-size // group) * group  # reads per batch
         self._format = RowFormat(settings.kind, self._assignments)
@@ -215,30 +282,29 @@ class Scorer:
             memory=self._settings.memory // 2,
             rank=0,
             world=1,
+            tensors=self._predict.needs_tensors,
             notify=ignore_message,
         )
         with closing(iter(loader)) as batches:
             for batch in batches:
-                found = self._rows(first, batch.pop(NAME), batch)
+                names = NameText(*(np.asarray(batch.pop(name)) for name in (NAME, NAME_OFFSETS)))
+                found = self._rows(first, names, batch)
                 del batch
                 heap.trim_malloc()
                 yield found
                 first = found.last
 
-    def _rows(self, first: int, names: Any, batch: Mapping[str, object]) -> Rows:
-        last = first + len(names)
+    def _rows(self, first: int, names: NameText, batch: Mapping[str, object]) -> Rows:
+        last = first + len(names.offsets) - 1
         if self._settings.group == 2:
-            names = shared_names(names, first=first // 2, where=self._settings.where)
-        with torch.inference_mode():
-            predictions = self._predict(self._net, self._model.fabric.to_device(batch))
-        plausible = [predictions.pop(name).cpu().numpy() for name in PLAUSIBLE]
+            names = NameText.of(shared_names(names.names(), first=first // 2, where=self._settings.where))
+        predictions, classes, likely = self._predict(batch)
         numbers, probabilities = self._assignments.choose(predictions, self._settings.threshold)
         lengths = self._lengths(first, last) if self._format.needs_lengths else []
         text = self._format.text(names, numbers, probabilities, lengths)
         is_classified = numbers != self._assignments.unclassified
         counts = np.bincount(numbers, minlength=len(self._assignments))
-        classes, likely = (values[is_classified] for values in plausible)
-        evidence = Evidence.of(classes, likely, len(self._assignments.classes))
+        evidence = Evidence.of(classes[is_classified], likely[is_classified], len(self._assignments.classes))
         return Rows(first, last, text, counts, is_classified, evidence)
 
     def _lengths(self, first: int, last: int) -> list[str]:

@@ -13,8 +13,11 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import numpy as np
 
 from millstream.core.config import parse_json, parse_yaml
 from millstream.core.console import quoted
@@ -26,6 +29,7 @@ from millstream.errors import BadSource
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import NDArray
     from torch import Tensor
 
 CONFIG = "config.yaml"
@@ -41,6 +45,7 @@ SCORES = "scores.parquet"
 WEIGHTS = "detector.safetensors"  # of any kind of model: the name is part of the format
 LATEST, BEST = "latest.safetensors", "best.safetensors"
 ABOUT = "millstream"  # the key of the metadata in a checkpoint
+ARRAY_TYPES = {"F32": np.float32, "I32": np.int32, "I64": np.int64}  # of safetensors
 CHECKSUM = "crc32c"  # in the metadata
 _DISK_FULL = "The previous checkpoint is kept; free some space and run the same command to resume"
 _PACKAGES = (
@@ -230,6 +235,27 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
         return tensors, about
 
 
+def load_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The same tensors as arrays, without torch, and never in memory twice; of the types in ARRAY_TYPES only."""
+    try:
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("it is not safetensors")
+            head = cast("dict[str, Any]", parse_json(file.read(size).decode()))
+            about = cast("dict[str, object]", parse_json(head.pop("__metadata__")[ABOUT]))
+            found: dict[str, NDArray[Any]] = {}
+            for name, spec in head.items():
+                file.seek(8 + size + spec["data_offsets"][0])
+                found[name] = np.fromfile(file, ARRAY_TYPES[spec["dtype"]], prod(spec["shape"])).reshape(spec["shape"])
+        if about.pop(CHECKSUM, None) != _checksum_of_arrays(found, about):
+            raise ValueError("its checksum does not match")
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = "a folder" if path.is_dir() else str(error).partition("\n")[0]
+        raise damaged_checkpoint(path, why) from None
+    return found
+
+
 def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> int:
     """CRC-32C of the metadata, and of the name, type, shape and bytes of every tensor."""
     import torch
@@ -239,6 +265,16 @@ def _checksum(tensors: Mapping[str, Tensor], about: Mapping[str, object]) -> int
         tensor = tensors[name]
         crc = crc32c(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
         crc = crc32c(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+    return crc
+
+
+def _checksum_of_arrays(arrays: Mapping[str, NDArray[Any]], about: Mapping[str, object]) -> int:
+    """The same."""
+    crc = crc32c(json.dumps(about, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = arrays[name]
+        crc = crc32c(f"{name} torch.{array.dtype} {list(array.shape)}".encode(), crc)
+        crc = crc32c(array.reshape(-1).view(np.uint8), crc)
     return crc
 
 

@@ -22,6 +22,11 @@ _MARK = 64
 DAMAGED_LINE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
+def key_of(measure: str) -> str:
+    """Where the log has this measure on validation."""
+    return f"val_{measure.lower().replace(' ', '_')}"
+
+
 class Log:
     """Appends lines. When a run resumes, an incomplete last line is cut off and time continues from the last one."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millstream.core.collection import Collection
 from millstream.core.console import Progress, ignore_message, say, silent
-from millstream.core.features import Feature, fields
+from millstream.core.features import Feature, fields, fitting_batch
 from millstream.core.loader import Loader
 from millstream.core.memory import Heap, tree_bytes
 from millstream.core.order import mix
@@ -24,7 +24,7 @@ from millstream.errors import NotFinite
 from millstream.training import LoopSettings
 from millstream.training.folder import BEST, LATEST, JobKey, damaged_checkpoint, load, save
 from millstream.training.log import Log
-from millstream.training.task import Net, Outcome, Task, fitting_batch, labels_of
+from millstream.training.task import Net, Outcome, Task, labels_of
 
 SCORED_AT_ONCE = 64
 RECORDS = "records"

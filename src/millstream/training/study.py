@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millstream.core.collection import Collection
 from millstream.core.console import Progress, ignore_message, progress, silent
-from millstream.core.features import Feature, fields
+from millstream.core.features import Feature, fields, fitting_batch
 from millstream.core.loader import Loader
 from millstream.core.memory import Allowance
 from millstream.core.split import LABEL
@@ -31,7 +31,6 @@ from millstream.training.task import (
     Outcome,
     Task,
     count_parameters,
-    fitting_batch,
     records_at_once,
 )
 

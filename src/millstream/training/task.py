@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from millstream.core.batches import fetch_batch
 from millstream.core.collection import Collection
-from millstream.core.features import Feature
 from millstream.core.split import LABEL
+from millstream.training.log import key_of
 
 # B batch, N rows, D features
 
@@ -141,7 +141,7 @@ class Task:
     @property
     def key(self) -> str:
         """The measure in the log."""
-        return f"val_{self.measure.lower().replace(' ', '_')}"
+        return key_of(self.measure)
 
     def weights(self, train: Collection) -> Tensor:
         """The weight of a record of each class; 1 on average."""
@@ -181,19 +181,6 @@ def records_at_once(net: Net, batch: Batch, count: int) -> int:
     """How many records go through the net in one pass, if `count` like them are in this batch."""
     row_bytes = 4 * net.width * net.num_rows(batch) / count
     return max(1, min(net.at_most, int(PASS_BYTES / max(row_bytes, 1))))
-
-
-def fitting_batch(collection: Collection, features: Sequence[Feature], *, memory: int, at_most: int) -> int:
-    """`at_most`, or fewer if records are so large that a few batches would fill the memory.
-
-    A feature whose output is much larger than what it is made of says how much: `growth`.
-    """
-    some = np.unique(np.linspace(0, len(collection) - 1, 32).astype(np.int64)) if len(collection) else np.zeros(0, int)
-    named = [collection.field_names if feature.fields is None else feature.fields for feature in features]
-    names = list(dict.fromkeys(name for names in named for name in names))
-    largest = int(collection.sizes(some, names).max(initial=1))
-    growth = max((getattr(feature, "growth", 1) for feature in features), default=1)
-    return max(1, min(at_most, memory // 8 // (largest * growth)))
 
 
 def labels_of(collection: Collection, group_size: int = 1) -> Labels:

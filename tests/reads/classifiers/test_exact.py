@@ -2,6 +2,8 @@
 
 # B batch, C classes
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ import torch
 import millstream as ms
 from millstream.reads.batch import ReadBatch
 from millstream.reads.classifiers import classifier_kit
-from millstream.reads.classifiers.exact import KmerExact, is_left_out
-from millstream.reads.classifiers.hits import ChosenKmers, find_hits, whole_reads
-from millstream.reads.classifiers.kmer_sets import KmerSets
-from millstream.reads.classifiers.nets import probabilities
+from millstream.reads.classifiers.exact import KmerExact, halves_left_out
+from millstream.reads.classifiers.nets import ReadPredictions, probabilities
 from millstream.reads.kind import ReadSettings
+from millstream.reads.kmers.hits import ChosenKmers, find_hits, whole_reads
+from millstream.reads.kmers.matcher import KmerMatcher
+from millstream.reads.kmers.sets import KmerSets
 from millstream.reads.simulate import SimulateSettings, simulate
 from millstream.training.task import Batch
 
@@ -116,10 +119,36 @@ def test_what_training_draws_is_repeated_and_its_steps_change_nothing(net: KmerE
     assert {name for name, value in net.state_dict().items() if not torch.equal(value, before[name])} == set()
 
 
+@pytest.mark.parametrize("mates", [1, 2])
+def test_at_work_it_answers_as_the_net_does_without_torch(net: KmerExact, mates: int):
+    some = [*pieces(GENOMES[0], 30, 5), *pieces(SHARED, 10, 4), dna(300), "", *pieces(GENOMES[1], 20, 6)]
+    ranks = {"genus": np.array([0, 0]), "family": np.array([-1, 1])}
+    flat = np.frombuffer("".join(some).encode(), np.uint8)
+    fetched = ReadBatch(np.arange(len(some)), flat, np.cumsum([0, *map(len, some)], dtype=np.int64), {})
+    arrays = {name: value.numpy() for name, value in net.state_dict().items()}
+    matcher = KmerMatcher(arrays, 2, ranks, mates, 0)
+    answers, _, likely = matcher(matcher.features[0](fetched))
+    with torch.inference_mode():
+        expected = ReadPredictions(ranks, mates)(net, batch_of(some))
+    is_found = expected["probability"].numpy() > 0
+    assert (answers["probability"] > 0).tolist() == is_found.tolist()
+    assert (np.diff(likely, axis=1) <= 0).all()
+    for name, value in expected.items():
+        if value.is_floating_point():
+            assert answers[name] == pytest.approx(value.numpy(), abs=1e-5), name
+    is_sure = is_found & (np.abs(answers["probability"] - 0.5) > 0.01)
+    assert answers["class"][is_sure].tolist() == expected["class"][is_sure].tolist()
+
+
+def test_classifying_with_it_imports_no_torch():
+    code = "import millstream.reads.classify, millstream.reads.classify_command, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_kmers_of_blocks_that_are_left_out_count_only_when_reads_are_classified():
     """A class has the first half of its genome only in a block that is left out."""
     numbers = np.arange(10_000)
-    out, kept = (numbers[is_left_out(numbers) == which][0] for which in (True, False))
+    out, kept = (numbers[(halves_left_out(numbers) == which).all(axis=1)][0] for which in (True, False))
     genome = dna(4000)
     halves = batch_of([genome[:2020], genome[2000:], dna(4000)], [0, 0, 1])
     halves["numbers"] = torch.tensor([out, kept, kept + 1])

@@ -18,8 +18,6 @@ from millstream.errors import BadSetting
 from millstream.reads.classifiers.exact import KmerExact
 from millstream.reads.classifiers.hf import check_memory, pretrained
 from millstream.reads.classifiers.nets import (
-    CLASS,
-    PROBABILITY,
     KmerLinear,
     ReadCNN,
     ReadLSTM,
@@ -29,10 +27,10 @@ from millstream.reads.classifiers.nets import (
     TokenNet,
 )
 from millstream.reads.features import Augment, BothStrands, KmerBag, tokens
-from millstream.reads.kind import ReadSettings
-from millstream.reads.mapping import Classes
+from millstream.reads.kind import KMER_EXACT, KMER_LINEAR, MACRO_F1, ReadSettings
+from millstream.reads.kmers.matcher import SYNCMERS
+from millstream.reads.mapping import CLASS, PROBABILITY, Classes
 from millstream.reads.qualities import Masked
-from millstream.reads.syncmers import Syncmers
 from millstream.reads.tokenizers import blank_ids, tokenizer
 from millstream.reads.tokenizers.kmers import LARGEST_K
 from millstream.reads.windows import WINDOW, Windows, bases_in, tokens_in
@@ -42,7 +40,6 @@ from millstream.training.loop import LATEST, weights_of
 from millstream.training.study import Built, Kit, NetModel, Workplace
 from millstream.training.task import FitResources, Labels, Net, Outcome, Task
 
-KMER_LINEAR, KMER_EXACT = "kmer-linear", "kmer-exact"
 COUNTED: Sequence[str] = (KMER_LINEAR, KMER_EXACT)  # count k-mers in one pass, and fit few parameters
 CLASSIFIERS = {
     KMER_LINEAR: "linear over hashed k-mers",
@@ -53,7 +50,6 @@ CLASSIFIERS = {
     "hf": "pretrained Hugging Face model",
 }
 TOKENIZERS = {"cnn": "base", "lstm": "kmer(8)", "transformer": "kmer(6, stride=3)"}  # defaults
-SYNCMERS = Syncmers(k=19, s=14)  # one in three k-mers
 KS = {14: 4, 16: 8}  # k, and one in how many k-mers is kept: longer ones are more specific, but take more memory
 LEAST_BITS, MOST_BITS = 12, 24
 COPIES = 4  # of an example batch, to time a net
@@ -228,7 +224,7 @@ def classification_task(settings: ReadSettings, classes: Classes) -> Task:
     mates = 2 if settings.paired else 1
     answer = ReadPredictions(classes.taxa_by_rank, mates)
     is_balanced = settings.balance == "weights"
-    return Task(len(classes), "macro F1", _macro_f1, answer, is_balanced=is_balanced, group_size=mates)
+    return Task(len(classes), MACRO_F1, _macro_f1, answer, is_balanced=is_balanced, group_size=mates)
 
 
 def fitting_bits(num_weights: int, memory: int, num_kmers: int | None = None) -> int:

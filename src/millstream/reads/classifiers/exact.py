@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from millstream.core.order import mix_words
 from millstream.core.split import LABEL
-from millstream.reads.classifiers.hits import (
+from millstream.reads.classifiers.nets import NEVER, ReadNet
+from millstream.reads.kmers.hits import (
     FEATURES,
     LONGEST,
     LOW_31,
@@ -23,8 +24,7 @@ from millstream.reads.classifiers.hits import (
     find_hits,
     whole_reads,
 )
-from millstream.reads.classifiers.kmer_sets import MANY, KmerCounts, KmerSets, Numbers
-from millstream.reads.classifiers.nets import NEVER, ReadNet
+from millstream.reads.kmers.sets import MANY, KmerCounts, KmerSets, Numbers
 from millstream.reads.syncmers import Syncmers
 from millstream.training.task import Batch
 
@@ -32,7 +32,8 @@ from millstream.training.task import Batch
 
 WIDTH = 16
 FRAGMENT = LONGEST  # bases of the fragments that genomes are cut into
-BLOCK = 10  # neighbouring reads or fragments that are left out together
+GROUP = 10  # neighbouring reads or fragments with blocks of the same size
+BLOCKS = np.array([1, 4, 20])  # halves of fragments that are left out together, as strains differ by genes and islands
 LEFT_OUT = np.uint64(round(0.1 * (1 << 24)))  # of 24 random bits: one block in ten
 HIDDEN = 0.05  # of pieces: their class is left out, as if no genome of it were known
 MUTATED, MOST_MUTATED = 0.03, 0.15  # of the bases of a piece: on average in one half of them, at most in the other
@@ -51,15 +52,21 @@ class KmerExact(ReadNet):
     """
 
     most_records = 1  # nothing is left to learn after `prepare`
-    BUFFERS = ("table", "starts", "members", "form")  # the fields of KmerSets
+    BUFFERS: Mapping[str, tuple[int, torch.dtype]] = {  # the fields of KmerSets, and what they are at first
+        "table": (1, torch.int32),
+        "starts": (MANY + 2, torch.int32),
+        "members": (0, torch.int32),
+        "form": (3, torch.int64),
+        "kin": (0, torch.float32),
+    }
 
     def __init__(self, chosen: Syncmers, num_classes: int, memory: int, num_bases: int | None = None) -> None:
         super().__init__(num_classes + 1, num_classes)
         self.chosen, self.memory, self.num_bases = chosen, memory, num_bases
         self.inner = nn.Linear(FEATURES, WIDTH)
         self.outer = nn.Linear(WIDTH, 1)
-        for name, size in zip(self.BUFFERS, (1, MANY + 2, 0, 3), strict=True):
-            self.register_buffer(name, torch.zeros(size, dtype=torch.int64 if name == "form" else torch.int32))
+        for name, (size, dtype) in self.BUFFERS.items():
+            self.register_buffer(name, torch.zeros(num_classes if name == "kin" else size, dtype=dtype))
 
     @property
     def needs_preparation(self) -> bool:
@@ -72,8 +79,7 @@ class KmerExact(ReadNet):
         sample = Sample(min(SAMPLE, self.memory // 64))
         for batch in batches:
             some = LabelledReads.of(batch)
-            sizes = some.sizes
-            counts.add(some.chosen.kmers, np.repeat(some.labels, sizes), np.repeat(is_left_out(some.numbers), sizes))
+            counts.add(some.chosen.kmers, np.repeat(some.labels, some.sizes), some.is_left_out())
             sample.add(some)
         for name, values in zip(self.BUFFERS, counts.finish(), strict=True):
             setattr(self, name, torch.as_tensor(values))
@@ -134,7 +140,7 @@ class KmerExact(ReadNet):
         device = self.outer.weight.device
         classes_BM = torch.as_tensor(found.classes, device=device).long()
         features_BMF = torch.as_tensor(found.features, device=device)
-        score_BM = self.outer(functional.gelu(self.inner(features_BMF)))[:, :, 0]
+        score_BM = self.outer(functional.relu(self.inner(features_BMF)))[:, :, 0]
         # The last column but one is no class; the last takes the places without a candidate.
         logits_BC = score_BM.new_full((len(classes_BM), self.num_classes + 2), NEVER)
         logits_BC[:, self.num_classes] = 0.0
@@ -160,6 +166,11 @@ class LabelledReads:
     def sizes(self) -> Numbers:
         """The number of k-mers of each."""
         return np.diff(self.chosen.starts, append=np.int32(self.chosen.kmers.size)).astype(np.int64)
+
+    def is_left_out(self) -> NDArray[np.bool_]:
+        """[k-mer]: whether the calibration leaves it out of its class."""
+        is_second = self.chosen.places >= FRAGMENT // 2
+        return halves_left_out(self.numbers)[np.repeat(np.arange(len(self.numbers)), self.sizes), is_second.astype(int)]
 
     def where(self, is_wanted: NDArray[np.bool_]) -> "LabelledReads":
         is_inside, sizes = np.repeat(is_wanted, self.sizes), self.sizes[is_wanted]
@@ -206,9 +217,11 @@ class Sample:
         return reads.where(mix_words(reads.numbers, 1) & np.uint64(self.every - 1) == 0)
 
 
-def is_left_out(numbers: Numbers) -> NDArray[np.bool_]:
-    """Whether the calibration leaves the k-mers of these reads out of their class."""
-    return mix_words(numbers // BLOCK) >> np.uint64(40) < LEFT_OUT
+def halves_left_out(numbers: Numbers) -> NDArray[np.bool_]:
+    """[read, half]: whether the calibration leaves this half of a fragment out of its class. Reads are first halves."""
+    size = BLOCKS[(mix_words(numbers // GROUP, 1) >> np.uint64(40)).astype(np.int64) % len(BLOCKS)]
+    blocks = (2 * numbers[:, None] + np.arange(2)) // size[:, None] * 32 + size[:, None]
+    return (mix_words(blocks.reshape(-1)) >> np.uint64(40) < LEFT_OUT).reshape(-1, 2)
 
 
 def _random_pieces(reads: LabelledReads, rows_B: Tensor) -> Pieces:

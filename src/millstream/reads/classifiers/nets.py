@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from millstream.core.split import LABEL
-from millstream.reads.evidence import LEAST
+from millstream.reads.evidence import LEAST, LEAST_VOTE
 from millstream.reads.features import OTHER, QUALITIES, KmerBag
-from millstream.reads.mapping import prediction_column
+from millstream.reads.mapping import CLASS, PROBABILITY, prediction_column
 from millstream.reads.windows import WINDOWS
 from millstream.training.task import Batch, Moments, Net, records_at_once
 
@@ -22,7 +22,6 @@ from millstream.training.task import Batch, Moments, Net, records_at_once
 # P positions after pooling, W width, V windows of all reads
 
 TOKENS = ("input_ids", "attention_mask")
-CLASS, PROBABILITY = "class", "probability"
 PLAUSIBLE = ("plausible_class", "plausible_probability")
 VALUES = 1 << 19  # of a table per step: each step makes several copies of them, some in float64
 NEVER = -1e4  # the bias of a class without training reads
@@ -31,7 +30,6 @@ LEAST_DEVIATIONS = 3.0  # of the score of random DNA of the same length, by whic
 SYMBOLS = 6  # padding, A C G T, N
 MOTIF, POOLED, INNER = 6, 4, 5  # sizes of the convolutions and the pooling
 HIGH_QUALITY = 40  # a Phred value
-LEAST_VOTE = 1e-4  # of a window for a class: one that is very sure of another does not outvote all others
 FEW, MANY = 8, 64  # reads: smaller batches use running statistics, updated over about this many reads
 HEAD_WIDTH = 16  # minimum width of an attention head
 

@@ -21,7 +21,7 @@ from millstream.reads.files.blocks import REQUEST_BYTES
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.containers import MAX_FRAME_BYTES
 from millstream.reads.files.index import add_names, index_command
-from millstream.reads.files.names import NameTable, name_of, names_in
+from millstream.reads.files.names import NameTable, NameText, name_of, names_in, text_in
 from millstream.reads.files.records import Geometry, Locations, Place, write_lines
 from millstream.reads.files.scanner import IRREGULAR
 from millstream.reads.files.sections import Sections
@@ -220,9 +220,12 @@ class ReadFile:
             ends -= (last == byte) & (ends > offsets[:-1])
         return flat, offsets[:-1], ends
 
-    def names_of(self, rows: Numbers) -> list[str]:
+    def name_text(self, rows: Numbers) -> NameText:
         """The first words of their headers."""
-        return names_in(*self.headers(self.locate(rows)))
+        return text_in(*self.headers(self.locate(rows)))
+
+    def names_of(self, rows: Numbers) -> list[str]:
+        return self.name_text(rows).names()
 
     def column(self, name: str, rows: Numbers) -> pa.Array:
         """A column of these rows; parsed from their headers if it is not stored."""

@@ -1,9 +1,10 @@
 """Names of reads -> record numbers: a hash table on disk, sorted in bounded memory."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -28,11 +29,34 @@ def name_of(header: bytes) -> bytes:
     return words[0] if words else b""
 
 
+class NameText(NamedTuple):
+    """Names one after another, in UTF-8: name i is `text[offsets[i]:offsets[i + 1]]`."""
+
+    text: Bytes
+    offsets: Numbers
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> "NameText":
+        coded = [name.encode() for name in names]
+        text = np.frombuffer(bytearray(b"".join(coded)), np.uint8)
+        return cls(text, np.cumsum([0, *map(len, coded)], dtype=np.int64))
+
+    def names(self) -> list[str]:
+        data = self.text.tobytes()
+        return [data[start:end].decode(errors="replace") for start, end in pairwise(self.offsets.tolist())]
+
+
+def text_in(text: Bytes, starts: Numbers, ends: Numbers) -> NameText:
+    """The names in the header lines text[starts[i]:ends[i]], as `name_of` has them."""
+    offsets, flat = np.zeros(len(starts) + 1, np.int64), np.empty(text.size, np.uint8)
+    is_ascii = _cut_names(text, starts, ends, flat, offsets)
+    words = NameText(flat[: offsets[-1]], offsets)
+    return words if is_ascii else NameText.of(words.names())
+
+
 def names_in(text: Bytes, starts: Numbers, ends: Numbers) -> list[str]:
-    """The names in the header lines text[starts[i]:ends[i]]."""
-    data = text.tobytes()
-    spans = zip(starts.tolist(), ends.tolist(), strict=True)
-    return [name_of(data[start:end]).decode(errors="replace") for start, end in spans]
+    """The same as texts."""
+    return text_in(text, starts, ends).names()
 
 
 def hash_names(text: Bytes, starts: Numbers, ends: Numbers) -> Numbers:
@@ -162,9 +186,31 @@ class NameTable:
 
 
 @kernel
+def _cut_names(text: Bytes, starts: Numbers, ends: Numbers, flat: Bytes, offsets: Numbers) -> bool:
+    """Fill `flat` and `offsets`; whether all names are ASCII."""
+    at, highest = 0, 0
+    for index in range(len(starts)):
+        position, end = starts[index], ends[index]
+        while position < end and _is_blank(int(text[position])):
+            position += 1
+        while position < end and not _is_blank(int(text[position])):
+            highest = max(highest, int(text[position]))
+            flat[at] = text[position]
+            at += 1
+            position += 1
+        offsets[index + 1] = at
+    return highest < 128
+
+
+@kernel
 def _hash_names(text: Bytes, starts: Numbers, ends: Numbers, out: Numbers) -> None:
     for index in range(len(starts)):
         out[index] = _hash(text, starts[index], ends[index])
+
+
+@inlined
+def _is_blank(byte: int) -> bool:
+    return byte == 32 or 9 <= byte <= 13 or byte == 1
 
 
 @inlined

@@ -18,7 +18,7 @@ from millstream.reads.files import NAME, QUALITY, SEQUENCE, Fetched
 from millstream.reads.files.columns import HeaderColumns
 from millstream.reads.files.encodings import sums_before
 from millstream.reads.files.index import index_paths, write_index
-from millstream.reads.files.names import NameTable, NameTableWriter, hash_names, name_of, names_in
+from millstream.reads.files.names import NameTable, NameTableWriter, NameText, hash_names, name_of, text_in
 from millstream.reads.files.records import Sums, join_lines_of
 from millstream.reads.files.sections import CRC_BYTES, MAGIC, Sections
 from millstream.reads.files.sections_writer import SectionsWriter
@@ -279,9 +279,12 @@ class PackFile:
         flat = np.frombuffer(bytearray(b"".join(texts)), np.uint8)
         return flat, ends - np.array([len(text) for text in texts], np.int64), ends
 
-    def names_of(self, rows: Numbers) -> list[str]:
+    def name_text(self, rows: Numbers) -> NameText:
         """The first words of their headers."""
-        return names_in(*self.headers(rows))
+        return text_in(*self.headers(rows))
+
+    def names_of(self, rows: Numbers) -> list[str]:
+        return self.name_text(rows).names()
 
     def column(self, name: str, rows: Numbers) -> pa.Array:
         """A column of these rows; parsed from their headers if it is not stored."""

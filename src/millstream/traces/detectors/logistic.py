@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from millstream.core.collection import Collection
-from millstream.core.features import Feature, fields
+from millstream.core.features import Feature, fields, fitting_batch
 from millstream.core.loader import Loader
 from millstream.core.split import LABEL
 from millstream.errors import NotFinite
 from millstream.report.measures import auroc
 from millstream.traces.detectors.regressions import STEP_ROWS, Regressions, balanced, duration, penalties_of
-from millstream.training.task import Arrays, FitResources, Labels, Model, Moments, fitting_batch, labels_of
+from millstream.training.task import Arrays, FitResources, Labels, Model, Moments, labels_of
 
 # The detector protocol, and how detectors that are not nets read a collection. Use your own detector with
 # `model=package.module:Class`.

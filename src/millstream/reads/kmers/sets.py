@@ -12,7 +12,7 @@ from millstream.errors import BadSetting
 Numbers = NDArray[np.int64]
 Small = NDArray[np.int32]
 FULL, STILL_FULL = 0.75, 0.65  # of the slots of the counts; and after k-mers seen once are dropped
-LOAD = 0.7  # of the slots of the table
+LOAD = 0.8  # of the slots of the table
 SLOT_BYTES = 24  # of the counts, with those of the copies that are made of them
 LEAST_SLOTS = 1 << 12
 MOST_COUNT = 255
@@ -33,12 +33,17 @@ class KmerSets(NamedTuple):
 
     Set i is `members[starts[i]:starts[i + 1]]`: the number of a class, or its complement if the class has the k-mer
     only where it is left out. `form`: the bits of set numbers, one in how many k-mers is kept, how many there are.
+    `kin`: the largest share of the k-mers of a class that another class has, too.
     """
 
     table: Small
     starts: Small
     members: Small
     form: Numbers
+    kin: NDArray[np.float32]
+
+
+PARTS = ("table", "starts", "members", "form", "kin")  # its fields
 
 
 class KmerCounts:
@@ -84,12 +89,15 @@ class KmerCounts:
         marks = (mix_words(np.arange(2 * self.num_classes), 0, 0) >> np.uint64(2)).astype(np.int64)
         sets, starts = np.zeros(kmers.size, np.int32), np.zeros(MOST_SETS + 1, np.int32)
         members = np.empty(MOST_MEMBERS, np.int32)
-        num_kmers, num_sets = _intern(kmers, classes, marks, sets, starts, members)
+        uses = np.zeros(MOST_SETS + 1, np.int64)
+        num_kmers, num_sets = _intern(kmers, classes, marks, sets, starts, members, uses)
         bits = max(int(num_sets).bit_length(), ENTRY_BITS - TAG_BITS)
         table = np.zeros(max(int(num_kmers / LOAD), 1) + 1, np.int32)
         _fill(kmers[:num_kmers], sets[:num_kmers], bits, table)
         starts = starts[: num_sets + 1].copy()
-        return KmerSets(table, starts, members[: starts[-1]].copy(), np.array([bits, self.every, num_kmers], np.int64))
+        members = members[: starts[-1]].copy()
+        form = np.array([bits, self.every, num_kmers], np.int64)
+        return KmerSets(table, starts, members, form, _kinship(starts, members, uses, self.num_classes))
 
     def _least(self) -> Numbers:
         """How often a k-mer must be seen, for each class: more than once where coverage is high."""
@@ -208,11 +216,11 @@ def _histogram(known: Numbers, counts: Small, num_classes: int) -> Numbers:
 
 @kernel
 def _intern(
-    kmers: Numbers, classes: Small, marks: Numbers, sets: Small, starts: Small, members: Small
+    kmers: Numbers, classes: Small, marks: Numbers, sets: Small, starts: Small, members: Small, uses: Numbers
 ) -> tuple[int, int]:
     """Sorted k-mers, one per class they are in -> each once, with the number of its set; how many of both there are.
 
-    Sets are known by the sum of the marks of their classes.
+    Sets are known by the sum of the marks of their classes. `uses`: how many k-mers have a set.
     """
     places = np.zeros(4 * MOST_SETS, np.int64)  # open addressing: mark + 1 of a set ...
     numbers = np.zeros(4 * MOST_SETS, np.int32)  # ... and its number
@@ -239,9 +247,35 @@ def _intern(
                 num_sets += 1
         kmers[num_kmers] = kmers[first]
         sets[num_kmers] = found
+        uses[found] += 1
         num_kmers += 1
         first = last
     return num_kmers, num_sets
+
+
+def _kinship(starts: Small, members: Small, uses: Numbers, num_classes: int) -> NDArray[np.float32]:
+    classes = np.where(members < 0, ~members, members)
+    order = np.argsort(classes, kind="stable")
+    owners = np.repeat(np.arange(starts.size - 1), np.diff(starts))[order]  # the sets of each class
+    ends = np.cumsum(np.bincount(classes, minlength=num_classes))
+    kin = np.zeros(num_classes, np.float32)
+    _share_most(starts, classes, uses, owners, ends, kin)
+    return kin
+
+
+@kernel
+def _share_most(
+    starts: Small, classes: Small, uses: Numbers, owners: Numbers, ends: Numbers, kin: NDArray[np.float32]
+) -> None:
+    shared = np.zeros(kin.size, np.int64)
+    for label in range(kin.size):
+        shared[:] = 0
+        for at in range(ends[label - 1] if label else 0, ends[label]):
+            number = owners[at]
+            for j in range(starts[number], starts[number + 1]):
+                shared[classes[j]] += uses[number]
+        own, shared[label] = max(shared[label], 1), 0
+        kin[label] = shared.max() / own
 
 
 @kernel

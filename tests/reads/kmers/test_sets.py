@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from millstream.reads.classifiers.kmer_sets import (
+from millstream.reads.kmers.sets import (
     LARGEST_SET,
     LEAST_SLOTS,
     MANY,
