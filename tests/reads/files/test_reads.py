@@ -9,6 +9,7 @@ import random
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from support.read_files import (
     REGEX,
     WRAPPERS,
     Record,
+    bgzf,
     change_meta,
     fasta,
     fastq,
@@ -377,6 +379,19 @@ def test_an_unknown_name_is_a_key_error(file: Path):
     with pytest.raises(KeyError, match="'nobody'"):
         opened(file).by_name("nobody")
     assert opened(file).find("nobody") == []
+
+
+@pytest.mark.parametrize("points", [False, True])
+def test_blocks_of_a_stream_are_noted_only_if_they_are_wanted(points: bool, tmp_path: Path):
+    file = tmp_path / "reads.fa.gz"
+    file.write_bytes(bgzf(b">r\nACGT\n" * 1000))
+    with (
+        file.open("rb", buffering=0) as raw,
+        closing(containers.open_stream(file, "bgzf", raw, points=points)) as stream,
+    ):
+        while stream.readinto(np.empty(1000, np.uint8)):
+            pass
+        assert (len(stream.take_blocks()) > 1) == (len(stream.take_crcs()) > 1) == points
 
 
 def test_a_file_with_fewer_records_than_its_first_ones_let_expect_gets_a_table_of_names(tmp_path: Path):

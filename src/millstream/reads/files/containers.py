@@ -99,8 +99,8 @@ def open_stream(
 ) -> "Stream":
     """The text of a file from its start. The caller closes `raw`, the bytes of the file.
 
-    With `points`, a gzip file gets a seek point about every `point_bytes` of text; without them it is decoded twice as
-    fast. A zstd frame of more than `frame_bytes` of text is an error. `reference` is that of a CRAM.
+    With `points`, blocks are noted, and a gzip file gets a seek point about every `point_bytes` of text; without them
+    it is decoded twice as fast. A zstd frame of more than `frame_bytes` of text is an error. `reference` is of a CRAM.
     """
     if kind == "plain":
         return PlainStream(raw)
@@ -112,7 +112,7 @@ def open_stream(
         "xz": xz_text,
         "alignments": alignments_text,
     }[kind]
-    file = _RawFile(path, raw, point_bytes=point_bytes, frame_bytes=frame_bytes, reference=reference)
+    file = _RawFile(path, raw, points=points, point_bytes=point_bytes, frame_bytes=frame_bytes, reference=reference)
     return DecodedStream(file, pieces)
 
 
@@ -161,9 +161,17 @@ class _RawFile:
     """The raw bytes of a file, in order, and what its decoder has found."""
 
     def __init__(
-        self, path: Path, source: RawIOBase, *, point_bytes: int, frame_bytes: int, reference: Path | None
+        self,
+        path: Path,
+        source: RawIOBase,
+        *,
+        points: bool,
+        point_bytes: int,
+        frame_bytes: int,
+        reference: Path | None,
     ) -> None:
         self.path, self.reference = path, reference
+        self._notes_blocks = points
         self._source = source
         self.point_bytes = point_bytes
         self.frame_bytes = frame_bytes
@@ -189,12 +197,13 @@ class _RawFile:
     def begin(self, raw: int, window: bytes = b"") -> None:
         """A block starts here."""
         self.end()
-        self._text_crc = 0
-        self.blocks.append(Block(raw, self.plain, window))
+        if self._notes_blocks:
+            self._text_crc = 0
+            self.blocks.append(Block(raw, self.plain, window))
 
     def text(self, data: memoryview | bytes) -> memoryview:
-        assert self._text_crc is not None
-        self._text_crc = crc32c(np.frombuffer(data, np.uint8), self._text_crc)
+        if self._text_crc is not None:
+            self._text_crc = crc32c(np.frombuffer(data, np.uint8), self._text_crc)
         self.plain += len(data)
         return memoryview(data)
 

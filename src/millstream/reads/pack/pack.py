@@ -242,6 +242,7 @@ class Packer:
         ) as source:
             for (found, parsed), is_last in _with_last_marked(source.scans(self._build.columns.parse)):
                 self._scan(source, found, parsed, is_last=is_last)
+                source.stream.take_blocks()  # of no use here, and 32 kB each if a gzip file is salvaged
                 self._progress(self._raw + source.stream.raw)
             if self._num_rows < self._num_headers:
                 self._drop_last()
