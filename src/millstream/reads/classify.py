@@ -172,7 +172,9 @@ def classify(
         work = _Work(trained, file, len(collection), num_mates, sides)
         if not file.is_finished:
             if not trained.is_loaded:
-                _describe(trained, thresholds, why="the best on validation" if model is None else "as given")
+                why = "the best on validation" if model is None else "as given"
+                ranks = ranks_without_tax_ids(trained.classes) if reports.reports or least else []
+                _describe(trained, thresholds, why=why, without_ids=ranks)
             settings = ScoreSettings(
                 num_mates,
                 least if thresholds is None else thresholds.values,
@@ -201,15 +203,18 @@ def classify(
     return work.summary()
 
 
-def _describe(trained: TrainedClassifier, thresholds: Thresholds | None, *, why: str) -> None:
+def _describe(
+    trained: TrainedClassifier, thresholds: Thresholds | None, *, why: str, without_ids: Sequence[str]
+) -> None:
+    """Say which classifier it is, its thresholds, and which ranks have taxa without tax ids."""
     score = "" if trained.score is None else f", macro F1 {trained.score:.3f}"
     say(f"{trained.run}: {trained.name} seed {trained.seed}, {why}{score}")
     if thresholds is not None:
         say(thresholds.about)
-    if ranks := ranks_without_tax_ids(trained.classes):
+    if without_ids:
         say(
-            f"{trained.run}: no tax ids are known for some taxa of {', '.join(ranks)}; they get 0. Train with "
-            f"taxonomy=FOLDER, or a column {ranks[0]}_tax_id in the mapping"
+            f"{trained.run}: no tax ids are known for some taxa of {', '.join(without_ids)}; they get 0. Train with "
+            f"taxonomy=FOLDER, or a column {without_ids[0]}_tax_id in the mapping"
         )
 
 

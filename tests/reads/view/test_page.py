@@ -387,3 +387,7 @@ def test_classes_have_their_names_in_the_mapping(folder: Path, tmp_path: Path):
     assert [column["name"] for column in query(view, "overview")["columns"]] == ["class_id", "group", "name"]
     record = query(view, "record", number=0)
     assert record["columns"]["species"] == "Escherichia coli" and record["columns"]["genus"] == "Escherichia"
+    (tmp_path / "files.tsv").write_text("file\tspecies\na.fq\tSalmonella enterica\nb.fq.gz\tEscherichia coli\n")
+    (view,) = views_of(folder, mapping=tmp_path / "files.tsv", notify=ignore_message)
+    shown = query(view, "classes", column="class_id", count=100)
+    assert (shown["rows"], shown["names"]) == ([[0, 120], [1, 120]], ["Salmonella enterica", "Escherichia coli"])

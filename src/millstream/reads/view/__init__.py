@@ -255,8 +255,7 @@ def view_of(path: Path, *, run: Path | None = None, tokenizer: str | None = None
         raise BadSetting(f"--run {run}: {path} contains reads, which are shown without scores")
     given = None if tokenizer is None else given_tokenizer(tokenizer)
     classes = None if mapping is None else load_classes(load_mapping(mapping))
-    table = None if classes is None else classes.mapping.table
-    reads = open_reads(expand(path), mapping=table, unknown="null", watch=watch_index, notify=say)
+    reads = open_reads(expand(path), mapping=mapping, unknown="null", watch=watch_index, notify=say)
     shown = _Reads(reads, given, classes)
     return View(
         "reads",
