@@ -37,6 +37,7 @@ Floats = NDArray[np.float64]
 QUESTION, REFERENCE = "question", "answer"
 PAGE_ROWS = 50
 MAX_PAGE_ROWS = 500
+NETS_AFTER_S = 0.1  # after the first list is answered: torch takes seconds to import, while somebody looks at the list
 FIRST = ("lstm", "gnn", "gvae")  # detectors to list first
 _MAX_CHARACTERS, _MAX_REFERENCES = 400, 6  # per row
 
@@ -367,7 +368,7 @@ class _Shown:
         pages = max(1, -(-len(numbers) // size))
         page = min(query.number("page"), pages - 1)
         wanted = numbers[page * size : (page + 1) * size].tolist()
-        self._nets.start()  # imports torch, which takes seconds, while somebody looks at the list
+        self._nets.start(NETS_AFTER_S)
         rows = rows_of(self._traces, wanted)
         human = self._human.by_number()
         for row in rows:
