@@ -18,6 +18,7 @@ from zipfile import ZipFile
 ROOT = Path(__file__).parent.parent
 EXTRAS = "reads,train,report"
 VERSIONS = ("3.11", "3.12", "3.13")
+NOT_INSTALLED = 75  # the exit code if pip failed, perhaps for want of a network or disk
 
 
 def main(*pythons: str) -> None:
@@ -61,7 +62,7 @@ def build(folder: Path) -> Path:
 def try_wheel(wheel: Path, python: str, folder: Path) -> None:
     run(python, "-m", "venv", str(folder))
     pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    run(*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[{EXTRAS}]")
+    run(*pip, "-c", str(ROOT / "constraints.txt"), f"{wheel}[{EXTRAS}]", failure=NOT_INSTALLED)
     shutil.copy(ROOT / "examples" / "4_reads.py", folder)
     output = run(str(folder / "bin" / "python"), "4_reads.py", "out", cwd=folder)
     assert "test  kmer-linear" in output, output
@@ -70,10 +71,11 @@ def try_wheel(wheel: Path, python: str, folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def run(*command: str, cwd: Path | None = None, code: int = 0) -> str:
+def run(*command: str, cwd: Path | None = None, code: int = 0, failure: int = 1) -> str:
     done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != code:
-        sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
+        print(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}", flush=True)
+        sys.exit(failure)
     return done.stdout
 
 
