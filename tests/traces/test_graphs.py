@@ -438,6 +438,13 @@ def test_graphs_over_heads_equal_those_made_value_by_value(given_records: list[d
             assert found[edge] == pytest.approx(values, abs=1e-6)
 
 
+def test_an_answer_whose_tokens_look_at_none_has_no_edges_over_heads():
+    none, own = np.full((2, 4, 8), -1, np.int32), np.ones((2, 2, 4), np.float32)
+    record = {"edge_source": none, "edge_weight": np.zeros((2, 4, 8), np.float32), "self_attention": own}
+    batch = batch_of(HeadGraphFeature("edges"), [{**record, "prompt_len": 1, "answer_len": 1}])
+    assert batch["edge_index"].shape == (2, 0) and batch["edge_attr"].shape == (0, 2) and batch["x"].shape[1] == 5
+
+
 def test_graphs_over_heads_can_be_made_from_attention_and_from_edges(full: ms.Collection, probe: ms.Collection):
     """The mean over heads is what edges keep of attention; attention of a token to itself is kept of every head."""
     whole = make(HeadGraphFeature("attention"), full, range(NUM))

@@ -335,7 +335,8 @@ class HeadGraphFeature:
         values[np.searchsorted(pairs, pair[kept]), layer[kept]] = value[kept]
         own = as_floats(record["self_attention"])[:, :, :num_rows]
         row, source = np.divmod(pairs, size)
-        return own.reshape(-1, num_rows).T, row, source, values.reshape(len(pairs), -1), first, size
+        value_EA = values.reshape(len(pairs), values.shape[1] * values.shape[2])
+        return own.reshape(-1, num_rows).T, row, source, value_EA, first, size
 
 
 def _records(batch: ColumnBatch, names: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Array]]]:
