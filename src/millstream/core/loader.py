@@ -31,7 +31,6 @@ ARRIVING = 8  # of the memory, the part for bodies on their way: with all connec
 TRIM_BYTES = 4 << 20  # of growth, at least, before freed memory is returned to the system
 BLOCKS = 8  # compressed blocks in memory at a time: with fewer, a loader took more than its memory
 REMOTE_THREADS = 4  # at most, if the requests of fewer batches do not keep all connections busy
-ONCE_BYTES = 32 << 20  # of mapped files in order "none", which reads every page once
 VERSION = 1  # of the state
 
 
@@ -77,8 +76,6 @@ class Loader:
         rank, world = find_ranks(rank, world)
         blocks, pages = split_files(collection, self._memory - self._budget)
         plan = plan_order(collection, order, room=blocks, world=world)
-        if order == "none":
-            pages = min(pages, ONCE_BYTES)
         self._plan = replace(plan, buckets=plan_buckets(plan, length_buckets, batch=batch_size * world))
         self._collection = collection.within(blocks)
         self._pipeline = FeaturePipeline(collection, features, seed=seed, tensors=tensors)
