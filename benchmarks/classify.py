@@ -1,6 +1,6 @@
 """Read classifiers against Kraken 2 on real genomes: strains they know, other strains, and what is foreign to them.
 
-    python benchmarks/classify.py GENOMES              # about 10 minutes; docs/results.md and results/classify.json
+    python benchmarks/classify.py GENOMES              # about 10 minutes; docs/results/reads.md, results/classify.json
     python benchmarks/classify.py GENOMES nets=true    # also naive Bayes, cnn, lstm, transformer, hf: 10 minutes more
     python benchmarks/classify.py GENOMES quick=true   # few reads, 3 minutes; writes no page
     python benchmarks/classify.py GENOMES dir=FOLDER   # working folder; reads and databases in it are used again

@@ -1,12 +1,12 @@
-"""What `classify.py` measured -> tables and curves in docs/results.md, and which goals are met."""
+"""What `classify.py` measured -> tables and curves in docs/results/reads.md, and which goals are met."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from measuring import PAGE, Result, update_page
+from measuring import PAGES, Result, update_page
 
-CURVE = PAGE.with_name("classify.svg")
+CURVE = PAGES / "classify.svg"
 MARK = "<!-- made by benchmarks/classify.py -->"
 OURS, PEER = "kmer-exact", "Kraken 2"
 
@@ -17,7 +17,7 @@ def write_page(result: Mapping[str, Result], classes: Sequence[Mapping[str, str]
     text = ["## Reads", "", *_goals(ours, peer), "", *_sets(result), "", *_costs(result), "", *_outside(result), ""]
     for rank, key in (("species", "species"), ("genus", "genus")):
         text += [*_by_taxon(ours, peer, rank, [row[key] for row in classes]), ""]
-    update_page(MARK, [*text, "![precision against recall](classify.svg)"])
+    update_page("reads", MARK, [*text, "![precision against recall](classify.svg)"])
     draw(result)
 
 

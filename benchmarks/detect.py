@@ -1,4 +1,4 @@
-"""Detectors on a real model: SmolLM2-135M on four question sets and two fictional ones; writes docs/results.md.
+"""Detectors on a real model: SmolLM2-135M on four question sets and two fictional ones; writes docs/results.
 
     python benchmarks/detect.py DATA [sets=triviaqa,nq_open,popqa_1k,truthfulqa,world,facts] [num=10000] [out=FOLDER]
         [model=smollm2] [detectors=...] [folds=5] [seeds=3] [samples=0] [graph_sets=...] [graph_seeds=1] [memory=2GB]
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import PAGE, peak_pss, update_page
+from measuring import PAGES, peak_pss, update_page
 from millstream.report.measures import Difference
 from millstream.traces.report.evaluate import read_results
 from millstream.traces.report.results import ModelResult, Results
@@ -72,8 +72,10 @@ def main(data: str, *settings: str) -> None:
     lines = [*lines_of(found, given), *learning(read_results(curves)), cost_of(cost)]
     if len(alike) > 1:
         lines += transfer({name: transfer_of(found[name]) for name in alike})
-    update_page(MARK, lines[:-1])
-    print(f"{PAGE}: table updated")
+    update_page("detectors", MARK, lines[:-1])
+    others = [line for name in list(found)[1:] for line in section_of(name, found[name])]
+    update_page("more-sets", MARK, others[:-1])
+    print(f"{PAGES}: tables updated")
 
 
 def measured(store: Path, run: Path, given: dict[str, str]) -> dict[str, Any]:
@@ -138,14 +140,16 @@ def millstream(*command: object) -> None:
 
 
 def lines_of(found: dict[str, Results], given: dict[str, str]) -> list[str]:
-    """Whether the goal is reached, then a table for each set."""
+    """Whether the goal is reached, then the table of the first set."""
     lines = [goal_of(found[name], name) for name in list(found)[:1]]
     lines += [with_samples(results) for name, results in found.items() if name.endswith("-sampled")]
     words = " ".join(f"{name}={value}" for name, value in given.items() if name not in ("out", "model"))
     lines += ["", f"Measured on {time.strftime('%Y-%m-%d')} with `python benchmarks/detect.py DATA {words}`.", ""]
-    for name, results in found.items():
-        lines += [f"### {name}", "", *table_of(results), ""]
-    return lines
+    return lines + section_of(*next(iter(found.items())))
+
+
+def section_of(name: str, results: Results) -> list[str]:
+    return [f"## {name}", "", *table_of(results), ""]
 
 
 def goal_of(results: Results, name: str) -> str:
@@ -224,7 +228,7 @@ def row_of(model: ModelResult) -> str:
 def learning(results: Results) -> list[str]:
     """The AUROC of some detectors by the number of labelled questions."""
     sizes = sorted({labels for model in results.models for labels, _ in model.learning})
-    lines = ["### Labels", "", "AUROC on the first set by labelled questions, train and val together.", ""]
+    lines = ["## Labels", "", "AUROC on the first set by labelled questions, train and val together.", ""]
     lines += [f"| detector |{''.join(f' {labels:,} |' for labels in sizes)}", f"|---|{'---|' * len(sizes)}"]
     for model in results.models:
         areas = {labels: f"{area}" for labels, area in model.learning}
@@ -246,7 +250,7 @@ def cost_of(cost: dict[str, Any]) -> str:
 def transfer(matrices: dict[str, Matrix]) -> list[str]:
     """The lines on other sets."""
     paths = {name: store.path for name, matrix in matrices.items() for store in matrix.stores[:1]}
-    lines = ["### Transfer", "", "Trained on (rows), tested on (columns); a run's own set is scored out of fold.", ""]
+    lines = ["## Transfer", "", "Trained on (rows), tested on (columns); a run's own set is scored out of fold.", ""]
     lines += [f"| detector |{''.join(f' {name} |' for name in paths)}", f"|---|{'---|' * len(paths)}"]
     for detector in MOVED:
         for name, matrix in matrices.items():

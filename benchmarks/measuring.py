@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PAGES = Path(__file__).parents[1] / "docs" / "results"
 EVERY_S = 0.05
 SHARE = 0.1  # of one core at most: the kernel walks all pages, which takes 5 ms for a process that has imported torch
 
@@ -41,11 +41,12 @@ def save(name: str, result: object) -> Path:
     return file
 
 
-def update_page(mark: str, lines: Sequence[str]) -> None:
-    """Replace the lines between the two comments `mark` in docs/results.md."""
-    before, _, rest = PAGE.read_text().partition(mark)
+def update_page(name: str, mark: str, lines: Sequence[str]) -> None:
+    """Replace the lines between the two comments `mark` in docs/results/NAME.md."""
+    page = PAGES / f"{name}.md"
+    before, _, rest = page.read_text().partition(mark)
     _, _, after = rest.partition(mark)
-    PAGE.write_text(before + "\n".join([mark, "", *lines, "", mark]) + after)
+    page.write_text(before + "\n".join([mark, "", *lines, "", mark]) + after)
 
 
 def clock(action: Callable[[], object]) -> float:
