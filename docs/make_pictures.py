@@ -30,10 +30,10 @@ def main(demo: str = "demo", record: str = "2275") -> None:
 
 
 def take_report(browser: Any, address: str) -> None:
-    """The findings and the top of the comparison."""
-    page = browser.new_page(viewport={"width": WIDTH, "height": 772})
+    """The first finding, the figure, and the main detectors."""
+    page = browser.new_page(viewport={"width": WIDTH, "height": 860})
     page.goto(address)
-    page.locator("li").first.evaluate("item => scrollTo(0, item.getBoundingClientRect().top + scrollY - 26)")
+    page.locator(".lead").evaluate("item => scrollTo(0, item.getBoundingClientRect().top + scrollY - 26)")
     page.screenshot(path=FOLDER / "report.png")
 
 

@@ -47,7 +47,7 @@ def make_traces(
     schema = {"p_true": "float32", "topology": TOPOLOGY, **parse_fields(tier, None, stored="float16").schema()}
     for name in ("post_norm", "offsets", "given_logprobs"):
         schema.pop(name, None)
-    with ms.TraceWriter(path, schema=schema, shard_records=80) as writer:
+    with ms.TraceWriter(path, schema=schema, shard_records=50) as writer:
         for number in range(num):
             record = _tokens(rng, number, float(doubt[number]))
             if seed:  # other questions under the same ids
