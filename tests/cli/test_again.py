@@ -52,8 +52,8 @@ COMMANDS = {  # in this order; the next step each suggests
     "verify reads.pack": "inspect reads.pack",
     "verify reads.fa": "inspect reads.fa",
     "train data.train=reads.fa mapping=m.tsv out=reads model=kmer-linear epochs=1 bits=12 memory=500MB": "view reads",
-    "classify reads reads.fa -o calls.tsv --report taxa.txt": "view reads",
-    "classify reads reads.fa -o calls.tsv.gz": "view reads",
+    "classify reads reads.fa -o calls.tsv --report taxa.txt": "view calls.tsv",
+    "classify reads reads.fa -o calls.tsv.gz": "view calls.tsv.gz",
     "report reads": "view reads",
 }
 

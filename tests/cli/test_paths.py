@@ -34,6 +34,7 @@ CASES = {  # for every path: a command in which that path begins with @
     ("report", "--out"): "report run --out @new/page.html",
     ("view", "path"): "view @nothing",
     ("view", "--run"): "view traces --run @nothing",
+    ("view", "--mapping"): "view @nothing --mapping @nothing",
     ("inspect", "path"): "inspect @traces",
     ("inspect", "other"): "inspect traces @traces",
     ("verify", "path"): "verify @traces",
@@ -151,6 +152,7 @@ REFUSED = {  # all others work
     ("report", "--out"): "local file",
     ("view", "path"): "not a trace store",
     ("view", "--run"): "not a run",
+    ("view", "--mapping"): "no classes",
     ("demo", "path"): "local folder",
     ("extract", "settings"): "local file",
     ("featurize", "settings"): "local file",
@@ -205,6 +207,7 @@ def test_wrong_paths_are_refused_in_one_line_that_names_them(
         code, said = run_and_check([re.sub(r"@.*", wrong, word) for word in shlex.split(CASES[case])])
         if code == 0 or wrong.strip("/").split("/")[0] not in said:
             found[wrong] = said
+    Path("copied").unlink(missing_ok=True)
     assert set(found) == WORKS.get(case, set()), found
 
 
