@@ -13,7 +13,6 @@ from millstream.reads.batch import ReadBatch
 from millstream.reads.features import LOW_31_BITS, STIR, hash_kmer
 from millstream.reads.tokenizers.kmers import CODES, FOREIGN, LARGEST_K, Bases, Numbers, foreign_bytes, frozen
 
-HASH_BITS = 62
 Places = NDArray[np.int32]
 
 
